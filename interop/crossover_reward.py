@@ -1,4 +1,4 @@
-"""The likelihood head of two Hugging Face models, as a reward function for TRL.
+"""How natural a text is by Hugging Face models, as a reward function for TRL.
 
     python -c "from interop.crossover_reward import CrossoverReward; help(CrossoverReward)"
 
@@ -7,16 +7,20 @@ Shapes: B sequences of T tokens, V token ids; n natural blocks.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from common.device import evaluating, random_stream
+from common.files import load_state, save_state
 from common.log import print0
 from common.process import UserError, require, run_main, warn
 from interop.huggingface import first_line, import_optional, load_transformers
 from interop.samples import Samples, draw_samples
+from interop.trunk_head import TrunkHead
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill
 from model import GPTConfig
 from reward.heads import LikelihoodRewardModel
@@ -39,17 +43,21 @@ class CausalModel(nn.Module):
         self.model = model
         self.config = GPTConfig(vocab_size=vocab_size)
 
-    def trunk(self, idx: Tensor, context: None = None) -> Tensor:
-        """Return the logits (B, T, V) of sequences (B, T), with adapters disabled.
+    def outputs(self, idx: Tensor, **options: Any) -> Any:
+        """Return what the model returns for sequences (B, T), with adapters disabled.
 
         Only right padding is allowed.
         """
         was_training = self.model.training
         without_adapters = getattr(self.model, "disable_adapter", nullcontext)
         with without_adapters():
-            logits = self.model.eval()(input_ids=idx, use_cache=False).logits
+            outputs = self.model.eval()(input_ids=idx, use_cache=False, **options)
         self.model.train(was_training)
-        return logits
+        return outputs
+
+    def trunk(self, idx: Tensor, context: None = None) -> Tensor:
+        """Return the logits (B, T, V) of sequences (B, T): see `outputs`."""
+        return self.outputs(idx).logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits that `trunk` returned."""
@@ -63,6 +71,11 @@ class CausalModel(nn.Module):
 class TwoModels(LikelihoodRewardModel):
     """The likelihood head of two causal models, as CrossoverReward reads and fits it."""
 
+    kind = "a weight of two models"
+    missing = "the reward has no weight yet: call its fit(), or pass weight="
+    finding = "the reward does not predict where the generator's text begins"
+    way_out = "use a better natural model"
+
     def read(self, idx: Tensor) -> tuple[Tensor, Tensor]:
         """Return evidence log(m/q) (B, T) and log-probabilities under q (B, T - 1) of ids (B, T).
 
@@ -71,19 +84,30 @@ class TwoModels(LikelihoodRewardModel):
         natural, written = self.log_probs(idx)
         return self.calibrated(natural - written), written
 
-    def fit(self, samples: Samples, report: Samples) -> tuple[dict[str, Any], Tensor]:
+    def fit(self, select: Samples, report: Samples, seed: int) -> tuple[dict[str, Any], Tensor]:
         """Fit the mixture to samples; return figures, and P(natural) (m,) of those to report."""
-        select = (samples.ids.numpy(), samples.labels().numpy())
-        return fit_mixture(self, select, (report.ids.numpy(), report.labels().numpy()))
+        parts = [(samples.ids.numpy(), samples.labels().numpy()) for samples in (select, report)]
+        figures, prediction = fit_mixture(self, *parts)
+        print0(f"Weight of the natural model: {figures['mixture']:.3f}")
+        return figures, prediction
+
+    def fitted(self) -> dict[str, Tensor]:
+        """Return what `fit` changes."""
+        return {"mixture": self.mixture.data}
 
 
 class CrossoverReward:
-    """How natural a text is, by two causal models of one vocabulary.
+    """How natural a text is, by the generator's own hidden states or by a second model.
 
-    natural: the natural model p; generator: q, which the policy starts as. Each is a folder, a hub
-    name or a loaded model. weight: w of the mixture m = w p + (1 - w) q; None: call `fit`.
-    tokenizer: of both models; None: the generator's, loaded by its name. max_completion_length: the
-    tokens asked for, as in GRPOConfig. Both models are on one device. Raise UserError if the
+    natural: the natural model p, or None; generator: q, which the policy starts as. Each is a
+    folder, a hub name or a loaded model. With p, the reward is the likelihood head of two models of
+    one vocabulary. Without it, the reward is a small head on a layer of q, and needs `fit` or
+    `load`: see TrunkHead.
+
+    weight: w of the mixture m = w p + (1 - w) q; None: call `fit`. tokenizer: of both models; None:
+    the generator's, loaded by its name. max_completion_length: the tokens asked for, as in
+    GRPOConfig. refresh_every: optimizer steps after which CrossoverTrainer fits the head to the
+    policy's own text again; None: never. Both models are on one device. Raise UserError if the
     vocabularies differ or a model cannot be loaded.
 
     As a reward function of TRL's GRPOTrainer it returns E[K] / T, with T the tokens of the prompt
@@ -95,13 +119,15 @@ class CrossoverReward:
 
     def __init__(
         self,
-        natural: Any,
-        generator: Any,
+        natural: Any = None,
+        generator: Any = None,
         *,
         weight: float | None = None,
         tokenizer: Any = None,
         max_completion_length: int = 512,
+        refresh_every: int | None = None,
     ) -> None:
+        require(generator is not None, "the reward has no generator: pass its folder or model")
         if tokenizer is None and isinstance(generator, str):
             tokenizer = load_tokenizer(generator)
         self.generator_name = None  # of a model that is loaded here
@@ -113,22 +139,34 @@ class CrossoverReward:
         if isinstance(generator, str):
             self.generator_name = generator
             generator = load_model(generator)
+        self.tokenizer = tokenizer
+        self.max_completion_length = max_completion_length  # CrossoverTrainer sets it
+        self.chat_template_kwargs: dict[str, Any] = {}  # those of GRPOConfig, for GRPOTrainer
+        self.device = generator.device
+        self.refresh_every = refresh_every
+        self.is_fitted = False
+        self.figures: dict[str, Any] = {}  # of the last fit
+        self.samples: Samples | None = None  # to which the head was fitted
+        self.head: Any
+        if natural is None:
+            require(weight is None, f"weight={weight}: a head has none: pass a natural model too")
+            vocab_size = generator.config.get_text_config().vocab_size
+            self.head = TrunkHead(CausalModel(generator.eval(), vocab_size))
+            return
+        rule = "only a head is fitted again, and with a natural model there is none"
+        require(not refresh_every, f"refresh_every={refresh_every}: {rule}")
         vocab_size = common_vocab_size(natural, generator, natural_tokenizer, tokenizer)
         require(
             natural.device == generator.device,
             f"the natural model is on {natural.device}, the generator on {generator.device}: "
             "move one to the other's device",
         )
-        self.tokenizer = tokenizer
-        self.max_completion_length = max_completion_length  # CrossoverTrainer sets it
-        self.chat_template_kwargs: dict[str, Any] = {}  # those of GRPOConfig, for GRPOTrainer
         parts: list[Any] = [
             CausalModel(natural.eval(), vocab_size),
             CausalModel(generator.eval(), vocab_size),
         ]
         self.head = TwoModels(*parts)
-        self.head.mixture.data = self.head.mixture.data.to(natural.device)
-        self.has_weight = False
+        self.head.mixture.data = self.head.mixture.data.to(self.device)
         if weight is not None:
             self.set_weight(weight)
 
@@ -136,7 +174,7 @@ class CrossoverReward:
         """Set w, the natural model's weight. Near 1 the policy's target is the natural model."""
         require(0 < weight <= 1, f"weight={weight}: must be in (0, 1]; None: call fit()")
         self.head.mixture.data.fill_(weight).logit_(eps=1e-7)
-        self.has_weight = True
+        self.is_fitted = True
 
     @torch.no_grad()
     def read(self, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -145,17 +183,16 @@ class CrossoverReward:
         The evidence of the first token is 0, and the second tensor begins with the second token.
         Both are 0 after the end of a row.
         """
-        require(self.has_weight, "the reward has no weight yet: call its fit(), or pass weight=")
-        device = self.head.mixture.device
+        require(self.is_fitted, self.head.missing)
         ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (B, T)
         lengths = torch.tensor([len(row) for row in rows])
         evidence = []
         start = []
-        for part in ids.to(device).split(ROWS):
+        for part in ids.to(self.device).split(ROWS):
             of_part, start_of_part = self.head.read(part)
             evidence.append(of_part)
             start.append(start_of_part)
-        is_padding = (torch.arange(ids.size(1)) >= lengths[:, None]).to(device)  # (B, T)
+        is_padding = (torch.arange(ids.size(1)) >= lengths[:, None]).to(self.device)  # (B, T)
         return (
             torch.cat(evidence).masked_fill(is_padding, 0.0),
             torch.cat(start).masked_fill(is_padding[:, 1:], 0.0),
@@ -204,29 +241,94 @@ class CrossoverReward:
     def fit(
         self, blocks: Tensor, seed: int = 0, allow_unpredictive: bool = False
     ) -> dict[str, Any]:
-        """Fit the weight on crossover samples of half the natural blocks (n, T) int64.
+        """Fit the weight or the head on crossover samples of half the natural blocks (n, T) int64.
 
         Return the figures of the other half: those of `metrics.reward_skill.measure_skill` and of
-        `reward.mixture.fit_mixture`. Raise UserError, unless it is allowed, if the interval of R2
-        includes 0 or there are too few blocks for an interval.
+        the fit. Raise UserError, unless it is allowed, if the interval of R2 includes 0 or there
+        are too few blocks for an interval.
         """
         count, T = blocks.shape
-        is_enough = count >= 2 and T >= 2
-        require(is_enough, f"{count} blocks of {T} tokens: at least two of two tokens are needed")
+        is_enough = count >= 4 and T >= 2
+        require(is_enough, f"{count} blocks of {T} tokens: at least four of two tokens are needed")
         samples = draw_samples(self.head.generator.model, blocks, SAMPLES, seed)
         is_report = samples.blocks >= count // 2
-        report = samples.pick(is_report)
-        figures, prediction = self.head.fit(samples.pick(~is_report), report)
-        figures.update(measure_skill(prediction, report.shares(), report.blocks, T, seed))
-        print0(f"Weight of the natural model: {figures['mixture']:.3f}\n{describe_skill(figures)}")
+        select = samples.pick(~is_report)
+        figures = self._fit_head(select, samples.pick(is_report), seed)
         if not better_than_constant(figures["r2_low"]):
-            finding = "the reward does not predict where the generator's text begins"
-            way_out = "use a better natural model"
+            finding = f"{self.head.finding}: {self.head.way_out}"
             if not allow_unpredictive:
-                raise UserError(f"ERROR: {finding}: {way_out}, or more text")
-            warn(f"{finding}: {way_out}; continuing, because this is allowed")
-        self.has_weight = True
+                raise UserError(f"ERROR: {finding}, or more text")
+            warn(f"{finding}; continuing, because this is allowed")
+        self.is_fitted = True
+        self.samples = select
         return figures
+
+    def refresh(self, policy: Any, step: int, seed: int = 0) -> dict[str, Any]:
+        """Fit the head to text that the policy writes now, after so many optimizer steps.
+
+        The head stays on its layer and starts from its present weights. Every natural block gets a
+        new sample, which replaces one of the block's two training samples, drawn at random. Return
+        the figures of new samples of blocks that no head is trained on, as `fit` does. Warn if the
+        interval of R2 includes 0.
+        """
+        samples = self.samples
+        if samples is None:
+            raise UserError("ERROR: the reward has no text to fit its head to: call fit()")
+        half = len(samples.natural) // 2
+        draw = random_stream(seed, "refresh", step)
+        with evaluating(policy):
+            fresh = draw_samples(policy, samples.natural, 1, int(draw.integers(2**31)))
+        which = torch.from_numpy(draw.integers(SAMPLES, size=half))
+        replaced = torch.arange(half) * SAMPLES + which
+        samples.ids[replaced] = fresh.ids[:half]
+        samples.crossovers[replaced] = fresh.crossovers[:half]
+        report = fresh.pick(fresh.blocks >= half)
+        figures = self._fit_head(samples, report, seed, [int(self.head.layer)])
+        figures["step"] = step
+        if not better_than_constant(figures["r2_low"]):
+            warn(f"step {step}: the head does not predict where the policy's text begins")
+        return figures
+
+    def _fit_head(
+        self, select: Samples, report: Samples, seed: int, *layers: Sequence[int]
+    ) -> dict[str, Any]:
+        """Fit the head to samples; print and return the figures of the samples to report."""
+        figures, prediction = self.head.fit(select, report, seed, *layers)
+        T = report.ids.size(1)
+        figures.update(measure_skill(prediction, report.shares(), report.blocks, T, seed))
+        print0(describe_skill(figures))
+        self.figures = figures
+        return figures
+
+    def save(self, path: str | Path) -> None:
+        """Write the fitted weight or head, its figures and its samples to a file."""
+        require(self.is_fitted, self.head.missing)
+        state = {
+            "kind": self.head.kind,
+            "tensors": self.head.fitted(),
+            "figures": self.figures,
+            "samples": self.samples and vars(self.samples),
+        }
+        save_state(path, state)
+
+    def load(self, path: str | Path) -> None:
+        """Read what `save` has written for the same models; nothing is executed.
+
+        Raise UserError if the file is damaged or of other models.
+        """
+        way_out = "fit the reward again"
+        state = load_state(path, way_out)
+        is_of_kind = state.get("kind") == self.head.kind
+        require(is_of_kind, f"{path} does not hold {self.head.kind}: {way_out}")
+        for name, tensor in self.head.fitted().items():
+            found = state["tensors"].get(name, torch.empty(0))
+            is_right = found.shape == tensor.shape and bool(found.isfinite().all())
+            require(is_right, f"{path} is damaged ({name} is missing or not finite): {way_out}")
+            tensor.copy_(found)
+        self.is_fitted = True
+        self.figures = state["figures"]
+        if state["samples"] is not None:
+            self.samples = Samples(**state["samples"])
 
 
 def common_vocab_size(

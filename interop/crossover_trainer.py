@@ -9,13 +9,14 @@ prompt; F reward functions.
 """
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast, is_peft_model
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
+from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 
 from common.process import require
 from grpo.policy_loss import token_advantages
@@ -33,6 +34,7 @@ PLAIN_SAMPLING: dict[str, tuple[Any, ...]] = {
 }
 # Nats per token by which one model's log-probabilities may differ between two precisions.
 MAX_START_DIFFERENCE = 0.1
+REWARD_FILE = "crossover_reward.pt"  # of a checkpoint, if the head is refreshed
 
 
 class CrossoverTrainer(GRPOTrainer):
@@ -42,6 +44,9 @@ class CrossoverTrainer(GRPOTrainer):
     rewards are those of reward_funcs. The advantage of a token is that of the crossover reward plus
     TRL's advantage of its completion, times the largest weight if TRL's scaling cancels the size of
     the weights: a function of weight 2 counts twice as much as the crossover reward.
+
+    With refresh_every=N, the reward's head is fitted to the policy's own text at the first
+    generation that is N optimizer steps or more after the last fit; checkpoints hold the head.
 
     The policy starts as the reward's generator q. With LoRA, q is the policy with its adapters off
     if reward and trainer have the same loaded model, or both have the same name; else the reward
@@ -81,8 +86,8 @@ class CrossoverTrainer(GRPOTrainer):
             self.reward_weights[0] = 0
         self.reward = reward
         reward.max_completion_length = args.max_completion_length
-        # Every process has fitted the weight for itself.
-        reward.head.mixture.data = broadcast(reward.head.mixture.data)
+        reward.figures["step"] = 0  # optimizer step of the last fit
+        self._share_fitted()
         policy = self.accelerator.unwrap_model(self.model)
         generator = reward.head.generator
         if is_peft_model(policy):
@@ -94,6 +99,39 @@ class CrossoverTrainer(GRPOTrainer):
             way_out = "pass its folder, or train with LoRA"
             is_other = policy is not generator.model
             require(is_other, f"the reward holds the model that is trained: {way_out}")
+
+    def _share_fitted(self) -> None:
+        """Give all processes what the first one has fitted; each has fitted for itself."""
+        for tensor in self.reward.head.fitted().values():
+            tensor.copy_(broadcast(tensor))
+
+    def _refresh_reward(self) -> None:
+        """Fit the reward's head to the policy's text if the last fit is old enough; log R2."""
+        step = self.state.global_step
+        every = self.reward.refresh_every
+        if not every or step - self.reward.figures["step"] < every:
+            return
+        with unwrap_model_for_generation(
+            self.model_wrapped,
+            self.accelerator,
+            self.args.ds3_gather_for_generation,
+            gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+        ) as policy:
+            figures = self.reward.refresh(policy, step, self.args.seed)
+        self._share_fitted()
+        self._metrics["train"]["crossover/refresh_r2"].append(figures["r2"])
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save a head that changes beside the optimizer."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.reward.refresh_every and self.args.should_save:
+            self.reward.save(Path(output_dir, REWARD_FILE))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load a head that changes beside the optimizer."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.reward.refresh_every and checkpoint is not None:
+            self.reward.load(Path(checkpoint, REWARD_FILE))
 
     def crossover_reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
         """Return E[K] / T of each completion (B); keep what the reward has read."""
@@ -120,6 +158,8 @@ class CrossoverTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's batch with token advantages (B, C)."""
+        if self.model.training:
+            self._refresh_reward()
         batch = super()._generate_and_score_completions(inputs)
         is_training = self.model.training
         B, C = batch["completion_ids"].shape

@@ -23,14 +23,15 @@ CROSSOVERS = 16  # different crossovers; samples of one crossover are generated 
 
 @dataclass
 class Samples:
-    """Crossover samples: token ids (m, T), crossovers (m,) and numbers of blocks (m,), all int64.
+    """Crossover samples of natural blocks, all int64.
 
     A sample with crossover K has the first K tokens of its natural block.
     """
 
-    ids: Tensor
-    crossovers: Tensor
-    blocks: Tensor
+    natural: Tensor  # (n, T): the blocks
+    ids: Tensor  # (m, T)
+    crossovers: Tensor  # (m,)
+    blocks: Tensor  # (m,): numbers of the samples' blocks
 
     def shares(self) -> Tensor:
         """Return K/T (m,) float32."""
@@ -42,7 +43,7 @@ class Samples:
 
     def pick(self, rows: Tensor) -> "Samples":
         """Return the samples of row numbers (k,), or those where a mask (m,) is True."""
-        return Samples(self.ids[rows], self.crossovers[rows], self.blocks[rows])
+        return Samples(self.natural, self.ids[rows], self.crossovers[rows], self.blocks[rows])
 
 
 def draw_samples(model: Any, blocks: Tensor, num_each: int, seed: int) -> Samples:
@@ -57,7 +58,7 @@ def draw_samples(model: Any, blocks: Tensor, num_each: int, seed: int) -> Sample
     crossovers = torch.from_numpy(drawn)  # (m,)
     natural = blocks.repeat_interleave(num_each, 0)  # (m, T)
     ids = complete(model, natural, crossovers, seed)
-    return Samples(ids, crossovers, torch.arange(count).repeat_interleave(num_each))
+    return Samples(blocks, ids, crossovers, torch.arange(count).repeat_interleave(num_each))
 
 
 @torch.no_grad()

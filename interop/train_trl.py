@@ -1,13 +1,13 @@
-"""Train a Hugging Face model with TRL's GRPO toward the text of a natural model.
+"""Train a Hugging Face model with TRL's GRPO toward natural text.
 
     python -m interop.train_trl --model MODEL --natural_model MODEL --text texts/ --lora_rank 16
 
 Every token has its own advantage. Functions of yours (--reward_function) can add a task. Start it
 on several GPUs with `accelerate launch --config_file config/accelerate/eight_gpus_fsdp2.yaml -m
 interop.train_trl ...`.
-In: two causal models of one vocabulary (folders or hub names), and natural text or chats. Out: the
-improved model, or its LoRA adapter, in output_dir. An interrupted run resumes from its last
-checkpoint.
+In: a causal model (a folder or a hub name), natural text or chats, and possibly a natural model of
+the same vocabulary; without it, the reward is a head on the model's own layers. Out: the improved
+model, or its LoRA adapter, in output_dir. An interrupted run resumes from its last checkpoint.
 Packages: requirements-interop.txt.
 """
 
@@ -32,18 +32,23 @@ from reward.user_function import RewardFunction
 
 MIN_BLOCKS = 16  # half of them are reported on; fewer give no interval
 MOST_BLOCKS = 128  # natural blocks for fitting the weight and measuring the reward
+HEAD_BLOCKS = 512  # for fitting a head instead of the weight
 FITTED = 0.1  # share of the text, at its end, for these blocks; prompts come from the rest
+RECORD_FILE = "settings.json"
+REWARD_FILE = "crossover_reward.pt"  # the fitted reward
 DATA_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
 @dataclass
 class TrlSettings(Settings):
-    """Move a Hugging Face model toward a natural model's text."""
+    """Move a Hugging Face model toward natural text."""
 
     model: str | None = setting(None, model_file="required")
     """the model to train: a folder or a hub name (required)"""
-    natural_model: str | None = setting(None, model_file="required")
-    """the natural model, of the same vocabulary: a folder or a hub name (required)"""
+    natural_model: str | None = setting(None, model_file="optional")
+    """a model of natural text, of the same vocabulary; None: a head on the model's own layers"""
+    refresh_every: int = setting(0, minimum=0)
+    """optimizer steps after which that head is fitted to the policy's text again; 0: never"""
     text: tuple[str, ...] = ()
     """natural text (required): UTF-8 files, folders of *.txt, JSONL, Parquet, a saved dataset"""
     text_column: str = "text"
@@ -81,6 +86,11 @@ class TrlSettings(Settings):
         """Check that a text is named, and the options that need each other."""
         is_named = bool(self.text) and all(self.text)
         errors.check(is_named, "text is required", "Pass files with --text a.txt b.txt")
+        errors.check(
+            self.natural_model is None or self.refresh_every == 0,
+            f"refresh_every={self.refresh_every} fits a head again, but natural_model has none",
+            "Leave one of them out",
+        )
         is_merged_lora = self.lora_rank > 0 or not self.merge
         errors.check(is_merged_lora, "merge=True needs LoRA", "Leave it out, or add --lora_rank 16")
         num_functions = len(self.reward_function)
@@ -102,7 +112,7 @@ def main() -> None:
     folder = Path(settings.output_dir)
     if is_main_rank():
         lock_output(folder, is_folder=True)
-    record = folder / "settings.json"
+    record = folder / RECORD_FILE
     functions = [RewardFunction(name) for name in settings.reward_function]
     values = asdict(settings)
     values["reward_function"] = {function.name: function.sha256 for function in functions}
@@ -158,8 +168,19 @@ def make_trainer(settings: TrlSettings) -> Any:
     else:
         generator = load_model(model_path)
         default_rate = 1e-5
-    reward = CrossoverReward(settings.natural_model, generator, tokenizer=tokenizer)
-    reward.fit(blocks, settings.seed)
+    reward = CrossoverReward(
+        settings.natural_model,
+        generator,
+        tokenizer=tokenizer,
+        refresh_every=settings.refresh_every,
+    )
+    fitted = Path(settings.output_dir) / REWARD_FILE
+    if fitted.exists() and (fitted.parent / RECORD_FILE).exists():  # the record is of this run
+        reward.load(fitted)
+    else:
+        reward.fit(blocks, settings.seed)
+        if is_main_rank():
+            reward.save(fitted)
 
     args = GRPOConfig(
         settings.output_dir,
@@ -202,7 +223,7 @@ def trl_function(name: str) -> Callable[..., list[float | None]]:
 
 
 def read_data(settings: TrlSettings, tokenizer: Any) -> tuple[Any, Tensor]:
-    """Return the prompts, a Dataset, and natural blocks (b, T) int64 for the reward's weight.
+    """Return the prompts, a Dataset, and natural blocks (b, T) int64 for the reward's fit.
 
     The blocks are the share FITTED of the text or of the rows, at the end; prompts come from the
     rest. The column `prompt` holds prompts; other chats end with an answer, which is no part of the
@@ -222,7 +243,10 @@ def read_data(settings: TrlSettings, tokenizer: Any) -> tuple[Any, Tensor]:
             values = "\n".join(values)
     cut = max(1, int(len(values) * (1 - FITTED)))
     length = settings.prompt_length + settings.max_completion_length
-    blocks = cut_blocks(encode(values[cut:], tokenizer), tokenizer, length)[:MOST_BLOCKS]
+    most = HEAD_BLOCKS
+    if settings.natural_model is not None:
+        most = MOST_BLOCKS
+    blocks = cut_blocks(encode(values[cut:], tokenizer), tokenizer, length)[:most]
     prompts = values[:cut]
     columns = {}
     if isinstance(values, str):

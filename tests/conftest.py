@@ -208,3 +208,32 @@ def bpe():
     except UserError as error:
         pytest.skip(f"GPT-2's BPE files cannot be had here: {error}")
     return TokenizationManager("bpe")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Folders of a policy and of a natural model: random models of bytes with a chat template."""
+    import torch
+    import transformers
+    import trl
+
+    tokenizer = transformers.ByT5Tokenizer(eos_token="<|im_end|>", padding_side="left", extra_ids=0)
+    template = Path(trl.__file__).parent / "chat_templates/qwen3.jinja"
+    tokenizer.chat_template = template.read_text()
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(1)
+    for name, spread in (("policy", 0.1), ("natural", 0.5)):
+        config = transformers.LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            initializer_range=spread,
+        )
+        model = transformers.LlamaForCausalLM(config)
+        # Many tokens end a completion, as end-of-turn tokens do.
+        model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(3, 35)]
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return str(folder / "policy"), str(folder / "natural")

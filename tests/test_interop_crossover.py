@@ -94,7 +94,7 @@ def test_the_weight_is_fitted_and_the_gate_holds(exported, corpus):
     blocks = natural_blocks(corpus, 64)
     reward = make_reward(exported, weight=None)
     figures = reward.fit(blocks)
-    assert figures["r2_low"] > 0 and reward.has_weight and 0 < figures["mixture"] <= 1
+    assert figures["r2_low"] > 0 and reward.is_fitted and 0 < figures["mixture"] <= 1
     assert figures["num_blocks"] == 32
     assert make_reward(exported, weight=None).fit(blocks) == figures
     with pytest.raises(UserError, match="does not predict where"):

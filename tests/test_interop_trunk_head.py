@@ -1,0 +1,112 @@
+"""The reward that is a head on the generator's own frozen layers.
+
+pytest tests/test_interop_trunk_head.py
+"""
+
+import pytest
+import torch
+from test_interop_trl_uses import capitals, lora, make_trainer
+
+from common.process import UserError
+from interop import samples
+from interop.crossover_reward import CrossoverReward, load_model
+
+pytestmark = pytest.mark.interop
+T = 12
+
+
+def narrow_blocks(count=256):
+    """Return natural blocks (n, T) of a few tokens; a random model writes all tokens."""
+    draw = torch.Generator().manual_seed(5)
+    return torch.randint(60, 70, (count, T), generator=draw)
+
+
+@pytest.fixture(scope="module")
+def fitted(models):
+    """A reward that was fitted to narrow blocks, and its figures."""
+    reward = CrossoverReward(generator=models[0])
+    return reward, reward.fit(narrow_blocks(), seed=1)
+
+
+def test_a_planted_signal_is_found(models, fitted):
+    reward, figures = fitted
+    assert figures["r2_low"] > 0
+    assert figures["num_blocks"] == 128
+    assert figures["layer"] == 1 and set(figures["val_loss_by_layer"]) == {1}
+    evidence, start = reward.read([list(range(60, 70)), list(range(100, 200))])
+    assert evidence[0].mean() > 0 > evidence[1].mean()
+    assert not evidence[0, 10:].any() and not start[0, 9:].any() and not evidence[:, 0].any()
+    ids = torch.arange(60, 70)[None]
+    logits = load_model(models[0])(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    torch.testing.assert_close(start[0, :9], logits.gather(1, ids[0, 1:, None])[:, 0])
+
+
+def shuffled(model, natural, crossovers, seed):
+    """Return samples whose labels are those of other samples."""
+    order = torch.randperm(len(crossovers), generator=torch.Generator().manual_seed(seed))
+    return samples.complete_rows(model, natural, crossovers[order], seed)
+
+
+@pytest.mark.parametrize("kind", ["shuffled labels", "its own text"])
+def test_the_gate_closes_where_there_is_no_signal(models, monkeypatch, kind):
+    blocks = narrow_blocks(64)
+    if kind == "shuffled labels":
+        monkeypatch.setattr(samples, "complete_rows", samples.complete, raising=False)
+        monkeypatch.setattr(samples, "complete", shuffled)
+    else:
+        model = load_model(models[0])
+        blocks = samples.complete(model, blocks, torch.ones(64, dtype=torch.int64), 0)
+    reward = CrossoverReward(generator=models[0])
+    said = "does not predict where its text begins: small models' states do not: use a larger"
+    with pytest.raises(UserError, match=f"^ERROR: [^\n]*{said}[^\n]*$"):
+        reward.fit(blocks)
+    with pytest.raises(UserError, match="the reward has no head yet"):
+        reward.evidence([[1, 2]])
+
+
+def test_what_is_saved_is_loaded_and_checked(models, fitted, tmp_path):
+    reward, figures = fitted
+    rows = [[60, 61, 90, 65]]
+    path = tmp_path / "reward.pt"
+    reward.save(path)
+    other = CrossoverReward(generator=models[0])
+    other.load(path)
+    assert torch.equal(other.evidence(rows), reward.evidence(rows))
+    assert other.figures == figures
+    state = torch.load(path)
+    two = CrossoverReward(models[1], models[0], weight=0.5)
+    with pytest.raises(UserError, match="does not hold a weight of two models: fit the"):
+        two.load(path)
+    two.save(path)
+    with pytest.raises(UserError, match="does not hold a head on 1 layers of 8 channels: fit the"):
+        other.load(path)
+    state["tensors"]["layers.0.weight"][0, 0] = torch.nan
+    torch.save(state, path)
+    with pytest.raises(UserError, match=r"is damaged \(layers.0.weight is missing or not finite"):
+        other.load(path)
+    path.write_bytes(path.read_bytes()[:-99])
+    with pytest.raises(UserError, match="damaged or not a checkpoint"):
+        other.load(path)
+
+
+@pytest.mark.parametrize("functions", [None, [capitals]])
+def test_a_run_with_the_head_is_resumed_with_its_fresh_fit(models, tmp_path, functions):
+    settings = "--max_steps 5 --save_strategy steps --save_steps 1"
+    ends = []
+    for start in (None, str(tmp_path / "checkpoint-3")):
+        reward = CrossoverReward(generator=models[0], refresh_every=2)
+        reward.fit(narrow_blocks(), seed=1)
+        before = reward.evidence([[60, 61, 90]])
+        trainer = make_trainer(
+            models, tmp_path, settings, reward=reward, reward_funcs=functions, peft_config=lora()
+        )
+        trainer.train(resume_from_checkpoint=start)
+        ends.append((trainer.model.state_dict(), reward.head.fitted(), vars(reward.samples)))
+        refreshed = [
+            r["crossover/refresh_r2"]
+            for r in trainer.state.log_history
+            if "crossover/refresh_r2" in r
+        ]
+        assert len(refreshed) == 2 and min(refreshed) > 0
+        assert not torch.equal(reward.evidence([[60, 61, 90]]), before)
+    torch.testing.assert_close(*ends, atol=0, rtol=0)
