@@ -22,11 +22,10 @@ from common.settings import Errors, Settings, parse_settings, setting
 from corpus.encode import find_texts, joined_pieces
 from data_loader import read_text
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
-from interop.train_trl import cut_blocks, encode
+from interop.train_trl import HEAD_BLOCKS, cut_blocks, encode
 from reports.text_page import open_page, present_text
 
 LENGTH = 64  # tokens of the natural blocks, and of the windows of the text
-MOST_BLOCKS = 512  # natural blocks, evenly spaced, that fit and measure the reward
 
 
 @dataclass
@@ -63,7 +62,7 @@ def main() -> None:
     generator = load_model(name)
     config = generator.config.get_text_config()
     length = min(LENGTH, getattr(config, "max_position_embeddings", LENGTH))
-    reward: Any = CrossoverReward(settings.natural_model, generator, tokenizer=tokenizer)
+    reward = CrossoverReward(settings.natural_model, generator, tokenizer=tokenizer)
     page = open_page(path, len(ids), settings.output_path)
     fitted = settings.reward_path
     if fitted is not None:
@@ -97,8 +96,8 @@ def natural_blocks(paths: Sequence[str], tokenizer: Any, length: int) -> Tensor:
     """Return evenly spaced blocks (b, length) int64 of natural texts."""
     text = "".join(joined_pieces(find_texts(paths).values()))
     blocks = cut_blocks(encode(text, tokenizer), tokenizer, length)
-    every = max(1, len(blocks) // MOST_BLOCKS)
-    return blocks[::every][:MOST_BLOCKS]
+    every = max(1, len(blocks) // HEAD_BLOCKS)
+    return blocks[::every][:HEAD_BLOCKS]
 
 
 if __name__ == "__main__":

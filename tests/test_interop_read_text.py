@@ -21,6 +21,7 @@ def test_the_beginning_of_generated_text_is_found(
         "generator": exported[0],
         "natural_model": exported[1],
         "natural_text": corpus / "input.txt",
+        "reward_path": "fitted.pt",
     }
     printed = succeed("interop.read_text", **options)
     place = int(re.search(r"begins after (\d+) characters", printed)[1])
@@ -29,4 +30,7 @@ def test_the_beginning_of_generated_text_is_found(
     assert 'id="k"' in (tmp_path / "mixed.html").read_text()
 
     del options["natural_text"]
+    again = succeed("interop.read_text", **options)
+    assert again.partition("In mixed")[2] == printed.partition("In mixed")[2]
+    del options["reward_path"]
     assert "natural_text is required" in refuse_in_one_line("interop.read_text", **options)
