@@ -136,11 +136,12 @@ def fine_tune(model: Any, blocks: Tensor, validation: Tensor, seed: int) -> dict
 
 
 def train_on_blocks(model: Any, optimizer: Any, blocks: Tensor, seed: int, step: int) -> None:
-    """Take a step on random ones of the blocks (n, T)."""
+    """Take a step on random ones of the blocks (n, T), in bfloat16 where autocast allows it."""
     rows = random_stream(seed, "step", step).choice(len(blocks), FINE_TUNED_ROWS)
     part = blocks[torch.from_numpy(rows)]
-    logits = model.train()(input_ids=part).logits[:, :-1]
-    cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()).backward()
+    with torch.autocast(model.device.type, torch.bfloat16):
+        logits = model.train()(input_ids=part).logits[:, :-1]
+    cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

@@ -60,11 +60,11 @@ MEASURED = 80  # blocks whose completions are judged
 ARMS: dict[str, float | None] = {
     "start": None,
     "fine-tuning": FINE_TUNED_RATE,
-    "head 2e-5": 2e-5,
-    "head 2e-4": 2e-4,
-    "refreshed head 2e-4": 2e-4,
+    "head 1e-4": 1e-4,
+    "head 3e-4": 3e-4,
+    "refreshed head 1e-4": 1e-4,
 }
-REFRESH_EVERY = 10  # steps
+REFRESH_EVERY = 8  # steps
 
 
 @dataclass
@@ -116,8 +116,11 @@ def main() -> None:
         else:
             reward.fit(judged[:FITTED], settings.seed)
             reward.save(fitted)
-        results[arm] = {"steps": train(model, arm, reward, tuned_on, settings)}
-        results[arm].update(measure(model.eval(), reward, judged[FITTED:], reported, settings))
+        figures = {"steps": train(model, arm, reward, tuned_on, settings)}
+        figures.update(measure(model.eval(), reward, judged[FITTED:], reported, settings))
+        if path.exists():  # another process may have measured another arm
+            results = read_json(path)
+        results[arm] = figures
         write_json(path, results)
     for arm, figures in results.items():
         print0(f"{arm}: {format_metrics(figures)}")
@@ -147,7 +150,7 @@ def train(
     callback = import_optional("transformers").TrainerCallback()
     callback.on_step_end = stop_in_time
     options = arguments(settings, 10**6, rate)
-    options.update(max_completion_length=LENGTH - PROMPT, num_generations=GROUP)
+    options.update(max_completion_length=LENGTH - PROMPT, num_generations=GROUP, bf16=True)
     prompts = reward.tokenizer.batch_decode(blocks[:, :PROMPT].tolist())
     data = import_optional("datasets").Dataset.from_dict({"prompt": prompts})
     trainer = CrossoverTrainer(
