@@ -29,7 +29,7 @@ from common.files import read_json, write_json
 from common.log import counted, print0
 from common.process import require, run_main
 from common.settings import parse_settings
-from examples.heal_pruned_model import LENGTH, HealSettings
+from examples.heal_pruned_model import LENGTH, HealSettings, prune
 from interop.crossover_reward import load_model, load_tokenizer
 from interop.samples import Samples, draw_samples
 from losses import token_log_probs
@@ -109,7 +109,8 @@ def read_blocks(settings: OwnTrunkSettings, tokenizer: Any) -> list[Tensor]:
 def load_start(settings: OwnTrunkSettings, state: str) -> Any:
     """Return the released model, or the fine-tuned one if it is saved, else None."""
     if state == "released":
-        return load_model(str(settings.whole), torch.float32, gguf_file=settings.gguf_file)
+        model = load_model(str(settings.whole), torch.float32, gguf_file=settings.gguf_file)
+        return prune(model, ())  # a copy that can be saved, unlike a model read from GGUF
     folder = Path(settings.out_dir, "fine-tuned")
     if (folder / "config.json").exists():
         return load_model(str(folder), torch.float32)
