@@ -314,21 +314,34 @@ class CrossoverReward:
     def load(self, path: str | Path) -> None:
         """Read what `save` has written for the same models; nothing is executed.
 
-        Raise UserError if the file is damaged or of other models.
+        Raise UserError, and change nothing, if the file is damaged, or of a head of another size.
         """
         way_out = "fit the reward again"
         state = load_state(path, way_out)
         is_of_kind = state.get("kind") == self.head.kind
         require(is_of_kind, f"{path} does not hold {self.head.kind}: {way_out}")
-        for name, tensor in self.head.fitted().items():
-            found = state["tensors"].get(name, torch.empty(0))
-            is_right = found.shape == tensor.shape and bool(found.isfinite().all())
-            require(is_right, f"{path} is damaged ({name} is missing or not finite): {way_out}")
-            tensor.copy_(found)
+        fitted = self.head.fitted()
+        # A damaged or hostile file can hold any value in any place.
+        try:
+            tensors = state["tensors"]
+            for name, tensor in fitted.items():
+                found = tensors[name]
+                is_right = found.shape == tensor.shape and found.dtype == tensor.dtype
+                require(is_right and bool(found.isfinite().all()), f"invalid {name}")
+            if "layer" in fitted:
+                require(1 <= int(tensors["layer"]) <= self.head.num_layers, "invalid layer")
+            figures = dict(state["figures"])
+            samples = state["samples"]
+            if samples is not None:
+                samples = Samples(**samples)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = first_line(error).removeprefix("ERROR: ")
+            raise UserError(f"ERROR: {path} is damaged ({reason}): {way_out}") from None
+        for name, tensor in fitted.items():
+            tensor.copy_(tensors[name])
         self.is_fitted = True
-        self.figures = state["figures"]
-        if state["samples"] is not None:
-            self.samples = Samples(**state["samples"])
+        self.figures = figures
+        self.samples = samples
 
 
 def common_vocab_size(

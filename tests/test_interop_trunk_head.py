@@ -80,10 +80,19 @@ def test_what_is_saved_is_loaded_and_checked(models, fitted, tmp_path):
     two.save(path)
     with pytest.raises(UserError, match="does not hold a head on 1 layers of 8 channels: fit the"):
         other.load(path)
-    state["tensors"]["layers.0.weight"][0, 0] = torch.nan
-    torch.save(state, path)
-    with pytest.raises(UserError, match=r"is damaged \(layers.0.weight is missing or not finite"):
-        other.load(path)
+    weight = "layers.0.weight"
+    nan = torch.full_like(state["tensors"][weight], torch.nan)
+    for changed, said in (
+        ({"tensors": {**state["tensors"], weight: 3}}, "no attribute 'shape'"),
+        ({"tensors": {**state["tensors"], weight: nan}}, f"invalid {weight}"),
+        ({"tensors": {**state["tensors"], "layer": torch.tensor(2)}}, "invalid layer"),
+        ({"figures": 3}, "not iterable"),
+        ({"samples": {"rows": 3}}, "unexpected keyword"),
+    ):
+        torch.save({**state, **changed}, path)
+        with pytest.raises(UserError, match=rf"is damaged \(.*{said}.*\): fit the reward again"):
+            other.load(path)
+    assert torch.equal(other.evidence(rows), reward.evidence(rows))
     path.write_bytes(path.read_bytes()[:-99])
     with pytest.raises(UserError, match="damaged or not a checkpoint"):
         other.load(path)
