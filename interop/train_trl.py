@@ -120,7 +120,9 @@ def main() -> None:
         del values[name]
     compared = {name: str(value) for name, value in values.items()}
     if record.exists():
-        difference = differing_settings(read_json(record), compared)
+        # Records of earlier versions lack new settings, whose defaults change nothing.
+        recorded = {**asdict(TrlSettings()), **read_json(record)}
+        difference = differing_settings(recorded, compared)
         finding = f"{folder} belongs to a different run ({difference})"
         require(not difference, f"{finding}: choose another output_dir")
     trainer = make_trainer(settings)  # all processes have read the record when it returns

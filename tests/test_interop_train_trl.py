@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import refuse, refuse_in_one_line, succeed
 
-from common.files import read_json
+from common.files import read_json, write_json
 from common.process import UserError
 from interop.crossover_reward import load_model, load_tokenizer
 from interop.train_trl import TrlSettings, make_trainer, read_data
@@ -65,9 +65,13 @@ def test_train_trl_trains_and_goes_on(options, functions, tmp_path):
     options["reward_function"] = f"{functions}:length"
     assert "Weight of the natural model" in succeed("interop.train_trl", **options)
     assert (tmp_path / "trained/adapter_model.safetensors").is_file()
+    record = read_json(tmp_path / "trained/settings.json")
+    del record["refresh_every"]  # as in a run of an earlier version
+    write_json(tmp_path / "trained/settings.json", record)
     options["max_steps"] = 3
     options["merge"] = True
     printed = succeed("interop.train_trl", **options)
+    assert "Weight of the natural model" not in printed  # the fitted reward is read
     assert f"Resuming from {tmp_path / 'trained/checkpoint-2'}" in printed
     state = read_json(tmp_path / "trained/checkpoint-3/trainer_state.json")
     records = state["log_history"][:3]
