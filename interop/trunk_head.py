@@ -115,10 +115,9 @@ class TrunkHead(nn.Module):
         best.figures["layer"] = best.at
         best.figures["val_loss_by_layer"] = losses
         print0(f"Head on layer {best.at} of {self.num_layers}; selection loss by layer: {losses}")
-        (inputs,) = self.collect(report.ids, [best.at])
-        with torch.no_grad():
-            evidence = self.state_head(inputs.to(self.device))
-        return best.figures, natural_share(evidence).cpu()
+        batches = report.ids.split(self.generator.rows_at_a_time())
+        evidence = [self.read(part.to(self.device))[0] for part in batches]
+        return best.figures, natural_share(torch.cat(evidence)).cpu()
 
     def fitted(self) -> dict[str, Tensor]:
         """Return the tensors that `fit` sets."""
