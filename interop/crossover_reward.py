@@ -149,29 +149,30 @@ class CrossoverReward:
         self.samples: Samples | None = None  # to which the head was fitted
         self.head: Any
         if natural is None:
-            require(weight is None, f"weight={weight}: a head has none: pass a natural model too")
             vocab_size = generator.config.get_text_config().vocab_size
             self.head = TrunkHead(CausalModel(generator.eval(), vocab_size))
-            return
-        rule = "only a head is fitted again, and with a natural model there is none"
-        require(not refresh_every, f"refresh_every={refresh_every}: {rule}")
-        vocab_size = common_vocab_size(natural, generator, natural_tokenizer, tokenizer)
-        require(
-            natural.device == generator.device,
-            f"the natural model is on {natural.device}, the generator on {generator.device}: "
-            "move one to the other's device",
-        )
-        parts: list[Any] = [
-            CausalModel(natural.eval(), vocab_size),
-            CausalModel(generator.eval(), vocab_size),
-        ]
-        self.head = TwoModels(*parts)
-        self.head.mixture.data = self.head.mixture.data.to(self.device)
+        else:
+            rule = "only a head is fitted again, and with a natural model there is none"
+            require(not refresh_every, f"refresh_every={refresh_every}: {rule}")
+            vocab_size = common_vocab_size(natural, generator, natural_tokenizer, tokenizer)
+            require(
+                natural.device == generator.device,
+                f"the natural model is on {natural.device}, the generator on {generator.device}: "
+                "move one to the other's device",
+            )
+            parts: list[Any] = [
+                CausalModel(natural.eval(), vocab_size),
+                CausalModel(generator.eval(), vocab_size),
+            ]
+            self.head = TwoModels(*parts)
+            self.head.mixture.data = self.head.mixture.data.to(self.device)
         if weight is not None:
             self.set_weight(weight)
 
     def set_weight(self, weight: float) -> None:
         """Set w, the natural model's weight. Near 1 the policy's target is the natural model."""
+        has_weight = isinstance(self.head, TwoModels)
+        require(has_weight, f"weight={weight}: a head has none: pass a natural model too")
         require(0 < weight <= 1, f"weight={weight}: must be in (0, 1]; None: call fit()")
         self.head.mixture.data.fill_(weight).logit_(eps=1e-7)
         self.is_fitted = True
