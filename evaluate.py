@@ -150,8 +150,8 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
     tokenizer = TokenizationManager.from_record(record)
     ids = tokenizer.encode(read_text(text_path))
     page = open_page(text_path, len(ids), settings.output_path)
-    skill = (contents["training"] or {}).get("skill")
-    if skill is None or not better_than_constant(skill.get("r2_low")):
+    skill = (contents["training"] or {}).get("skill") or {}
+    if not better_than_constant(skill.get("r2_low")):
         warn(f"{path} is not shown to predict where its generator begins to write")
     present_text(
         page,

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from common.files import lock_output
 from common.log import print0
-from common.process import run_main
+from common.process import run_main, warn
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.encode import find_texts, joined_pieces
 from data_loader import read_text
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
 from interop.train_trl import HEAD_BLOCKS, cut_blocks, encode
+from metrics.reward_skill import better_than_constant
 from reports.text_page import open_page, present_text
 
 LENGTH = 64  # tokens of the natural blocks, and of the windows of the text
@@ -70,6 +71,8 @@ def main() -> None:
     if fitted is not None and Path(fitted).is_file():
         reward.load(fitted)
         print0(f"Loaded {fitted}")
+        if not better_than_constant(reward.figures.get("r2_low")):
+            warn(f"{fitted} is not shown to predict where its generator begins to write")
     else:
         reward.fit(natural_blocks(settings.natural_text, tokenizer, length))
         if fitted is not None:

@@ -56,7 +56,7 @@ def bootstrap_r_squared(
 
 def better_than_constant(r2_low: float | None) -> bool:
     """Return whether the lower end of R2's interval shows a gain over the best constant."""
-    return r2_low is not None and r2_low > 0
+    return isinstance(r2_low, float) and r2_low > 0
 
 
 def r_squared(prediction: Tensor, target: Tensor) -> float | None:

@@ -195,8 +195,15 @@ def test_the_beginning_of_generated_text_is_found(reading, tmp_path):
     shades = [float(share) for share in re.findall(r"--p: ([\d.]+)", page)]
     assert shades == sorted(shades, reverse=True)
 
-    printed = succeed("evaluate", **{**reading, "text": "natural.txt"})
-    assert printed.startswith("natural.txt is natural to its end (K = 300 of 300 tokens).")
+    weak = torch.load(reading["reward_model_path"])
+    weak["training"]["skill"]["r2_low"] = "damaged"
+    torch.save(weak, "weak.pt")
+    changed = {"text": "natural.txt", "reward_model_path": "weak.pt"}
+    finished = call("evaluate", **{**reading, **changed})
+    assert finished.err == (
+        "WARNING: weak.pt is not shown to predict where its generator begins to write\n"
+    )
+    assert finished.out.startswith("natural.txt is natural to its end (K = 300 of 300 tokens).")
     assert 'id="k"' not in (tmp_path / "natural.html").read_text()
 
 

@@ -6,7 +6,8 @@ pytest tests/test_interop_read_text.py
 import re
 
 import pytest
-from helpers import make_mixed_text, refuse_in_one_line, succeed
+import torch
+from helpers import call, make_mixed_text, refuse_in_one_line, succeed
 
 pytestmark = pytest.mark.interop
 
@@ -30,7 +31,12 @@ def test_the_beginning_of_generated_text_is_found(
     assert 'id="k"' in (tmp_path / "mixed.html").read_text()
 
     del options["natural_text"]
-    again = succeed("interop.read_text", **options)
-    assert again.partition("In mixed")[2] == printed.partition("In mixed")[2]
+    again = call("interop.read_text", **options)
+    assert again.out.partition("In mixed")[2] == printed.partition("In mixed")[2]
+    assert "not shown to predict" not in again.err
+    fitted = torch.load("fitted.pt")
+    fitted["figures"]["r2_low"] = -0.1
+    torch.save(fitted, "fitted.pt")
+    assert "fitted.pt is not shown to predict" in call("interop.read_text", **options).err
     del options["reward_path"]
     assert "natural_text is required" in refuse_in_one_line("interop.read_text", **options)

@@ -93,7 +93,7 @@ def test_what_is_saved_is_loaded_and_checked(models, fitted, tmp_path):
         with pytest.raises(UserError, match=rf"is damaged \(.*{said}.*\): fit the reward again"):
             other.load(path)
     assert torch.equal(other.evidence(rows), reward.evidence(rows))
-    with pytest.raises(UserError, match="weight=0.5: a head has none"):
+    with pytest.raises(UserError, match=r"weight=0\.5: a head has none"):
         other.set_weight(0.5)
     path.write_bytes(path.read_bytes()[:-99])
     with pytest.raises(UserError, match="damaged or not a checkpoint"):

@@ -236,6 +236,7 @@ WRONG = [
     (contents(model=state(**{BIAS: torch.zeros(8, device="meta")})), "not the checkpoint of"),
     (contents(model=state(**{BIAS: torch.zeros(1).expand(8)})), PLAIN),
     (contents(training={"generator_sha256": True}), "invalid generator_sha256"),
+    (contents(training={"skill": 3}), "invalid skill"),
     (contents(data={**DATA, "train_sha256": None}), "invalid train_sha256"),
 ]
 

@@ -31,6 +31,7 @@ CHECKED_ENTRIES = (
     ("data", "val_sha256", str),
     ("training", "generator_sha256", str | None),
     ("training", "batches", int | None),
+    ("training", "skill", dict | None),
 )
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Record = Mapping[str, Any]
