@@ -6,6 +6,7 @@ pytest tests/test_interop_trunk_head.py
 import pytest
 import torch
 from test_interop_trl_uses import capitals, lora, make_trainer
+from torch.nn import functional as F
 
 from common.process import UserError
 from interop import samples
@@ -39,6 +40,34 @@ def test_a_planted_signal_is_found(models, fitted):
     ids = torch.arange(60, 70)[None]
     logits = load_model(models[0])(input_ids=ids).logits[0, :-1].log_softmax(-1)
     torch.testing.assert_close(start[0, :9], logits.gather(1, ids[0, 1:, None])[:, 0])
+
+
+def test_the_best_of_several_layers_is_kept():
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=99,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        initializer_range=0.5,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    reward = CrossoverReward(generator=model)
+    figures = reward.fit(narrow_blocks(64))
+    losses = figures["val_loss_by_layer"]
+    assert set(losses) == {2, 3, 4, 6, 7, 8}
+    assert figures["layer"] == min(losses, key=losses.get) < 8  # the head was not the last trained
+    assert figures["r2_low"] > 0.5
+
+    rows = [[60, 61, 90, 65]]
+    evidence, start = reward.read(rows)
+    states = model(torch.tensor(rows), output_hidden_states=True).hidden_states[figures["layer"]]
+    inputs = torch.cat((states, F.pad(start, (1, 0))[..., None]), -1)
+    expected = reward.head.state_head(inputs)
+    torch.testing.assert_close(evidence[:, 1:], expected[:, 1:], rtol=1e-2, atol=1e-2)
 
 
 def shuffled(model, natural, crossovers, seed):
