@@ -56,11 +56,9 @@ class TrunkHead(nn.Module):
         outputs = self.generator.outputs(idx, output_hidden_states=True)
         log_q = token_log_probs(outputs.logits[:, :-1], idx[:, 1:])
         of_tokens = F.pad(log_q, (1, 0)).unsqueeze(-1)  # (B, T, 1): the first token has none
-        inputs = []
-        for layer in layers:
-            both = torch.cat((outputs.hidden_states[layer].float(), of_tokens), -1)
-            inputs.append(both.clamp(-MAX_FLOAT16, MAX_FLOAT16).half())
-        return torch.stack(inputs), log_q
+        states = [outputs.hidden_states[layer].float() for layer in layers]
+        inputs = torch.stack([torch.cat((each, of_tokens), -1) for each in states])
+        return inputs.clamp(-MAX_FLOAT16, MAX_FLOAT16).half(), log_q
 
     @torch.no_grad()
     def read(self, idx: Tensor) -> tuple[Tensor, Tensor]:
