@@ -29,6 +29,7 @@ from reward.posterior import natural_probabilities
 
 ROWS = 8  # sequences read at a time: their logits are B * T * V numbers
 SAMPLES = 2  # crossover samples of a natural block
+REWARD_FILE = "crossover_reward.pt"  # the fitted reward, in the folder of a run or checkpoint
 Rows = Sequence[Sequence[int]]  # token ids of sequences of any lengths
 
 

@@ -20,7 +20,7 @@ from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_ge
 
 from common.process import require
 from grpo.policy_loss import token_advantages
-from interop.crossover_reward import CrossoverReward
+from interop.crossover_reward import REWARD_FILE, CrossoverReward
 
 # Plain sampling, the only one that the formulas score: allowed values of GRPOConfig's fields.
 PLAIN_SAMPLING: dict[str, tuple[Any, ...]] = {
@@ -34,7 +34,6 @@ PLAIN_SAMPLING: dict[str, tuple[Any, ...]] = {
 }
 # Nats per token by which one model's log-probabilities may differ between two precisions.
 MAX_START_DIFFERENCE = 0.1
-REWARD_FILE = "crossover_reward.pt"  # of a checkpoint, if the head is refreshed
 
 
 class CrossoverTrainer(GRPOTrainer):

@@ -26,7 +26,7 @@ from common.log import print0
 from common.process import UserError, is_main_rank, require, run_main
 from common.settings import Errors, Settings, differing_settings, parse_settings, setting
 from corpus.encode import find_texts, joined_pieces
-from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
+from interop.crossover_reward import REWARD_FILE, CrossoverReward, load_model, load_tokenizer
 from interop.huggingface import first_line, import_optional
 from reward.user_function import RewardFunction
 
@@ -35,7 +35,6 @@ MOST_BLOCKS = 128  # natural blocks for fitting the weight and measuring the rew
 HEAD_BLOCKS = 512  # for fitting a head instead of the weight
 FITTED = 0.1  # share of the text, at its end, for these blocks; prompts come from the rest
 RECORD_FILE = "settings.json"
-REWARD_FILE = "crossover_reward.pt"  # the fitted reward
 DATA_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 

@@ -33,7 +33,7 @@ class EvaluateSettings(Settings):
     reward_model_path: str | None = setting(None, model_file="optional")
     """also P(natural) of fresh text, and its KL to the baseline, of that model's training"""
     text: str | None = None
-    """only find where the reward model's generator begins to write in this file, UTF-8 text"""
+    """a UTF-8 text file: only find where the reward model's generator begins to write in it"""
     word_dataset: str | None = None
     """with samples: the corpus of natural texts that judge them; None: the dataset"""
     output_path: str | None = None

@@ -31,7 +31,7 @@ class RewardModelSettings(Settings):
     trunk_layer: int | None = setting(None, minimum=1)
     """last, position: read the states after this many blocks; None: after all of them"""
     reads_previous: bool = False
-    """position: also read log-probabilities, and all that is read of the token before"""
+    """position: also read each token's log-probability, and the inputs of the token before"""
     unfreeze_layers: int = setting(0, minimum=-1)
     """last, position: also train this many of the last blocks read; 0: only the head, -1: all"""
     learning_rate: float = setting(1e-3, above=0)
