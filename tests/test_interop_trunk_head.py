@@ -129,6 +129,19 @@ def test_what_is_saved_is_loaded_and_checked(models, fitted, tmp_path):
         other.load(path)
 
 
+def test_a_refresh_replaces_one_of_two_samples_of_each_block(models):
+    blocks = narrow_blocks(64)
+    reward = CrossoverReward(generator=models[0])
+    reward.fit(blocks)
+    before = reward.samples.ids.clone()
+    figures = reward.refresh(load_model(models[0]), step=4)
+    assert figures["step"] == 4 and figures["num_blocks"] == 32
+    ids, crossovers = reward.samples.ids, reward.samples.crossovers
+    assert ((ids != before).any(1).view(32, 2).sum(1) == 1).all()
+    is_natural = torch.arange(T) < crossovers[:, None]
+    assert torch.equal(ids[is_natural], blocks[reward.samples.blocks][is_natural])
+
+
 @pytest.mark.parametrize("functions", [None, [capitals]])
 def test_a_run_with_the_head_is_resumed_with_its_fresh_fit(models, tmp_path, functions):
     settings = "--max_steps 5 --save_strategy steps --save_steps 1"
