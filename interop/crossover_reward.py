@@ -29,6 +29,8 @@ from reward.posterior import natural_probabilities
 
 ROWS = 8  # sequences read at a time: their logits are B * T * V numbers
 SAMPLES = 2  # crossover samples of a natural block
+# Nats per token by which log-probabilities of one model may differ between two precisions
+MAX_DIFFERENCE = 0.05
 REWARD_FILE = "crossover_reward.pt"  # the fitted reward, in the folder of a run or checkpoint
 Rows = Sequence[Sequence[int]]  # token ids of sequences of any lengths
 
@@ -298,9 +300,14 @@ class CrossoverReward:
         figures, prediction = self.head.fit(select, report, seed, *layers)
         T = report.ids.size(1)
         figures.update(measure_skill(prediction, report.shares(), report.blocks, T, seed))
+        figures["log_q"] = self._log_q(select)  # by which `load` knows the generator
         print0(describe_skill(figures))
         self.figures = figures
         return figures
+
+    def _log_q(self, samples: Samples) -> float:
+        """Return the generator's mean log-probability of the tokens of the first sample."""
+        return self.head.read(samples.ids[:1].to(self.device))[1].mean().item()
 
     def save(self, path: str | Path) -> None:
         """Write the fitted weight or head, its figures and its samples to a file."""
@@ -316,7 +323,7 @@ class CrossoverReward:
     def load(self, path: str | Path) -> None:
         """Read what `save` has written for the same models; nothing is executed.
 
-        Raise UserError, and change nothing, if the file is damaged, or of a head of another size.
+        Raise UserError, and change nothing, if the file is damaged or of another generator.
         """
         way_out = "fit the reward again"
         state = load_state(path, way_out)
@@ -334,11 +341,15 @@ class CrossoverReward:
                 require(1 <= int(tensors["layer"]) <= self.head.num_layers, "invalid layer")
             figures = dict(state["figures"])
             samples = state["samples"]
+            difference = 0.0
             if samples is not None:
                 samples = Samples(**samples)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+                difference = abs(self._log_q(samples) - figures["log_q"])
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             reason = first_line(error).removeprefix("ERROR: ")
             raise UserError(f"ERROR: {path} is damaged ({reason}): {way_out}") from None
+        is_same = difference < MAX_DIFFERENCE
+        require(is_same, f"{path} was fitted to another generator: {way_out}")
         for name, tensor in fitted.items():
             tensor.copy_(tensors[name])
         self.is_fitted = True

@@ -121,6 +121,9 @@ def test_what_is_saved_is_loaded_and_checked(models, fitted, tmp_path):
         torch.save({**state, **changed}, path)
         with pytest.raises(UserError, match=rf"is damaged \(.*{said}.*\): fit the reward again"):
             other.load(path)
+    torch.save({**state, "figures": {**figures, "log_q": figures["log_q"] - 1}}, path)
+    with pytest.raises(UserError, match="was fitted to another generator: fit the reward again"):
+        other.load(path)
     assert torch.equal(other.evidence(rows), reward.evidence(rows))
     with pytest.raises(UserError, match=r"weight=0\.5: a head has none"):
         other.set_weight(0.5)
