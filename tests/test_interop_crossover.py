@@ -148,6 +148,7 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, head, generator, t
         exported,
         tmp_path,
         f"{SETTINGS} --max_grad_norm 1e9",
+        credit="token",
         model=model,
         reward=make_reward(exported),
         train_dataset=prompts(PROMPTS),
@@ -223,7 +224,7 @@ def test_positions_that_are_learned_have_their_limits(exported, tmp_path, corpus
         trainer.train()
 
 
-def replay(generator: str, natural: str, out: str) -> None:
+def replay(generator: str, natural: str, out: str, credit: str) -> None:
     """Take one step on completions of several lengths, a function of their prompts; write its
     gradients to `out`.
     """
@@ -256,6 +257,7 @@ def replay(generator: str, natural: str, out: str) -> None:
         out + ".trainer",
         f"{SETTINGS} --max_steps 1 --per_device_train_batch_size {rows} --scale_rewards batch",
         Replay,
+        credit,
         reward=make_reward((generator, natural)),
         reward_funcs=[lambda completion_ids, **_: [float(ids[0]) for ids in completion_ids]],
         train_dataset=prompts(["The ", "a h"]),
