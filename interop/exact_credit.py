@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from trl.kernels import ChunkedLogProbFunction
 
 from common.process import require
@@ -25,6 +26,23 @@ PIECE_LOGITS = 2**22  # logits of a piece, 16 MiB in float32; some ten copies ex
 CHUNK_IDS = 2**15  # token ids at a time in TRL's function of sampled tokens
 MAX_LOGIT_ERROR = 0.02  # largest relative error of recomputed logits, bfloat16 included
 TERMS = ("divergence", "entropy", "kl_start", "evidence", "log_probs")
+
+
+class KnownGradient(torch.autograd.Function):
+    """Return a loss () whose gradients with respect to its inputs are known.
+
+    All of them are returned at once: FSDP2 reduces those of the output layer and of the norm before
+    it together.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return None, None, *(factor * gradient for gradient in ctx.gradients)
 
 
 def exact_terms(
@@ -59,11 +77,14 @@ def exact_terms(
     of_states = torch.zeros_like(states)
     of_layer = [torch.zeros_like(weight, dtype=torch.float32) for weight in trained]
     terms = torch.zeros(len(TERMS), len(tokens), device=ids.device)
-    size = max(1, PIECE_LOGITS // policy.config.vocab_size)
+    V = policy.config.vocab_size
+    size = max(1, PIECE_LOGITS // V)
     for first in range(0, len(tokens), size):
         piece = slice(first, first + size)
         leaf = states[piece].detach().requires_grad_()
-        log_probs = logits_of(policy, leaf).log_softmax(-1)  # (k, V)
+        # Called as a module, the layer would make FSDP2 take `grad` for the backward pass.
+        logits = linear(leaf, layer.weight, layer.bias)[:, :V].float()
+        log_probs = logits.log_softmax(-1)  # (k, V)
         with torch.no_grad():
             natural = logits_of(head.natural, frozen[0][piece])
             start = logits_of(head.generator, frozen[1][piece])
@@ -83,10 +104,7 @@ def exact_terms(
     loss = weights @ terms[0]
     results = dict(zip(TERMS, terms, strict=True))
     if torch.is_grad_enabled():
-        # A term that is 0 and has the known gradients.
-        products = zip((states, *trained), (of_states, *of_layer), strict=True)
-        known = sum((value * gradient).sum() for value, gradient in products)
-        loss = loss + known - known.detach()
+        loss = KnownGradient.apply(loss, [of_states, *of_layer], states, *trained)
         if needs_samples:
             results["log_probs"], results["entropy"], *_ = ChunkedLogProbFunction.apply(
                 states, layer.weight, layer.bias, tokens, 1.0, CHUNK_IDS, None, 1.0, ("entropy",)
