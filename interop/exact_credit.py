@@ -20,7 +20,6 @@ from common.process import require
 from generation.shared_prompts import scatter_to_mask
 from grpo.policy_loss import divergence
 from interop.crossover_reward import CausalModel
-from reward.heads import LikelihoodRewardModel
 
 PIECE_LOGITS = 2**22  # logits of a piece, 16 MiB in float32; some ten copies exist at a time
 CHUNK_IDS = 2**15  # token ids at a time in TRL's function of sampled tokens
@@ -41,13 +40,13 @@ class KnownGradient(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, factor: Tensor) -> tuple[Any, ...]:
         return None, None, *(factor * gradient for gradient in ctx.gradients)
 
 
 def exact_terms(
     policy: CausalModel,
-    head: LikelihoodRewardModel,
+    head: Any,
     ids: Tensor,
     attention_mask: Tensor,
     weights: Tensor,
@@ -56,6 +55,7 @@ def exact_terms(
 ) -> dict[str, Tensor]:
     """Return the `loss` () of a policy and the TERMS (B, C) of the tokens of its completions.
 
+    head: the TwoModels of a CrossoverReward, whose mixture m is the target.
     ids, attention_mask: (B, N), with padding on both sides. weights: (B, C), the factor of each
     token's divergence in the loss; 0 where a token does not count, as are its terms. kl: see
     `grpo.policy_loss.divergence`.
@@ -95,8 +95,8 @@ def exact_terms(
             of_states[piece] = found[0]
             for total, gradient in zip(of_layer, found[1:], strict=True):
                 total += gradient
-        values = (log_probs - start, evidence, log_probs)
         with torch.no_grad():
+            values = (log_probs - start, evidence, log_probs)
             terms[0, piece] = losses
             terms[1, piece] = -(log_probs.exp() * log_probs).sum(-1)
             for row, of_tokens in enumerate(values, 2):
@@ -116,9 +116,10 @@ def exact_terms(
 
 def base_of(model: CausalModel) -> Any:
     """Return the model of transformers, without PEFT's class around it."""
-    if is_peft_model(model.model):
-        return model.model.get_base_model()
-    return model.model
+    base: Any = model.model
+    if is_peft_model(base):
+        return base.get_base_model()
+    return base
 
 
 def output_layer(model: CausalModel) -> Any:
@@ -145,7 +146,7 @@ def logits_of(model: CausalModel, states: Tensor) -> Tensor:
 @torch.no_grad()
 def check_logits(model: CausalModel) -> None:
     """Raise UserError if `logits_of` does not return the logits of a model."""
-    ids = torch.tensor([[0, 1]], device=model.model.device)
+    ids = torch.tensor([[0, 1]], device=base_of(model).device)
     expected = model.trunk(ids)[0, :1, : model.config.vocab_size].float()
     found = logits_of(model, states_before(model, ids, torch.ones_like(ids), 1)[0])
     is_linear = isinstance(output_layer(model), nn.Linear)

@@ -92,6 +92,8 @@ class TrlSettings(Settings):
             f"refresh_every={self.refresh_every} fits a head again, but natural_model has none",
             "Leave one of them out",
         )
+        is_possible = self.natural_model is not None or self.credit != "exact"
+        errors.check(is_possible, "credit=exact needs a natural model", "Pass --natural_model")
         is_merged_lora = self.lora_rank > 0 or not self.merge
         errors.check(is_merged_lora, "merge=True needs LoRA", "Leave it out, or add --lora_rank 16")
         num_functions = len(self.reward_function)
