@@ -128,6 +128,7 @@ def arguments(settings: HealSettings, steps: int, rate: float) -> dict[str, Any]
         "gradient_accumulation_steps": settings.prompts,
         "bf16": torch.cuda.is_available(),
         "save_strategy": "no",
+        "logging_steps": steps,
         "gradient_checkpointing": False,
         "seed": settings.seed,
     }
