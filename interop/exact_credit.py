@@ -71,8 +71,9 @@ def exact_terms(
     for model in (head.natural, head.generator):  # before the policy, because adapters are off
         with torch.no_grad(), model.frozen():
             frozen.append(states_before(model, ids, attention_mask, C)[mask])  # (m, H)
-    states = states_before(policy, ids, attention_mask, C)[mask]  # (m, H)
     layer = output_layer(policy)
+    states = states_before(policy, ids, attention_mask, C)[mask]  # (m, H)
+    states = states.to(layer.weight.dtype)  # which cast_lm_head_to_fp32 changes
     trained = [weight for weight in layer.parameters() if weight.requires_grad]
     of_states = torch.zeros_like(states)
     of_layer = [torch.zeros_like(weight, dtype=torch.float32) for weight in trained]
