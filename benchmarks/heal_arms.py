@@ -1,23 +1,25 @@
 """Compare ways to heal a pruned model, with the floor of examples/heal_pruned_model.py.
 
-    python benchmarks/heal_arms.py --whole smollm2/ --arms crossover distillation
+    python benchmarks/heal_arms.py --whole smollm2/ --seeds 42 43 44
 
-From the floor, each arm trains in its own way:
+From the floor, each arm trains for the same number of steps in its own way:
 - supervised: more supervised steps
-- crossover: CrossoverTrainer, with credit for each token
+- exact: CrossoverTrainer, with credit over the whole vocabulary
+- token: CrossoverTrainer, with credit for the sampled tokens
 - sequence: the same reward as one number per completion, in TRL's GRPOTrainer
 - constant: GRPOTrainer with a constant reward, to measure its seconds
 - distillation: TRL's DistillationTrainer, with the probabilities of all tokens
-Prints figures of every model, and the differences of every pair, paired by block, with intervals
-over blocks. Without --text, the text is English paragraphs from the descriptions of the installed
-packages.
+Prints seconds per step, figures of every model, and the differences of every pair, paired by block:
+means over seeds, with intervals over blocks. Each seed has a floor, a reward, prompts and
+completions of its own; the text is the same. Without --text, it is English paragraphs from the
+descriptions of the installed packages.
 """
 
 import itertools
 import random
 import sys
-import time
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal
@@ -49,7 +51,7 @@ from interop.crossover_reward import CrossoverReward
 from interop.huggingface import import_optional
 from metrics.bootstrap import bootstrap_mean, format_figure
 
-Arm = Literal["supervised", "crossover", "sequence", "constant", "distillation"]
+Arm = Literal["supervised", "exact", "token", "sequence", "constant", "distillation"]
 TEMPERATURES = torch.linspace(0.8, 2.0, 13).tolist()
 
 
@@ -59,37 +61,51 @@ class ArmsSettings(HealSettings):
 
     text: tuple[str, ...] = ()
     """UTF-8 text files, or folders of *.txt; none: descriptions of the installed packages"""
-    arms: tuple[Arm, ...] = ("supervised", "crossover", "sequence", "distillation")
+    arms: tuple[Arm, ...] = ("exact", "token", "distillation")
     """ways to train from the floor, each for `steps`"""
+    seeds: tuple[int, ...] = (42, 43, 44)
+    """seeds of the repetitions; `seed` is that of the text's order and of the intervals"""
 
 
 def main() -> None:
     settings = parse_settings(ArmsSettings, "heal_arms")
     settings.text = settings.text or package_text(settings)
     whole, tokenizer, blocks, held_out = load(settings)
+    measured: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    for seed in settings.seeds:
+        repetition = replace(settings, seed=seed)
+        for name, figures in measure_arms(whole, tokenizer, blocks, held_out, repetition).items():
+            for figure, by_block in figures.items():
+                measured[figure][name].append(by_block)
+    for figure, by_name in measured.items():
+        print0(f"\n{figure}, nats per token; in brackets the means of the seeds")
+        values = {name: torch.stack(by_seed) for name, by_seed in by_name.items()}  # (s, n)
+        for one, other in itertools.combinations(by_name, 2):
+            values[f"{other} - {one}"] = values[other] - values[one]
+        for name, of_seeds in values.items():
+            interval = bootstrap_mean(figure, of_seeds.mean(0), settings.seed)
+            means = ", ".join(f"{value:.3f}" for value in of_seeds.mean(1))
+            print0(f"{name:28} {format_figure(interval, figure, '.3f')} [{means}]")
+
+
+def measure_arms(
+    whole: Any, tokenizer: Any, blocks: Tensor, held_out: Tensor, settings: ArmsSettings
+) -> dict[str, dict[str, Tensor]]:
+    """Train the floor and all arms with one seed; return the figures of `measure` by name."""
     floor = prune(whole, settings.drop)
     train_on_text(floor, tokenizer, blocks, arguments(settings, settings.floor_steps, 2 * RATE))
     reward = CrossoverReward(whole, floor, tokenizer=tokenizer)
-    reward.max_completion_length = LENGTH - PROMPT
     reward.fit(held_out[::2], settings.seed)
     reward.set_weight(WEIGHT)
-
     measured = {"floor": measure(floor, whole, held_out, settings.seed)}
     for arm in settings.arms:
         policy = prune(whole, settings.drop)
         policy.load_state_dict(floor.state_dict())
-        start = time.perf_counter()
-        train(arm, policy, whole, reward, blocks, settings)
-        print0(f"{arm}: {(time.perf_counter() - start) / settings.steps:.1f} s a step")
+        result = train(arm, policy, whole, reward, blocks, settings)
+        seconds = result.metrics["train_runtime"] / settings.steps
+        print0(f"seed {settings.seed}, {arm}: {seconds:.1f} s a step")
         measured[arm] = measure(policy, whole, held_out, settings.seed)
-    for figure in measured["floor"]:
-        print0(f"\n{figure}, nats per token")
-        values = {name: figures[figure] for name, figures in measured.items()}
-        for one, other in itertools.combinations(measured, 2):
-            values[f"{other} - {one}"] = values[other] - values[one]
-        for name, by_block in values.items():
-            interval = bootstrap_mean(figure, by_block, settings.seed)
-            print0(f"{name:28} {format_figure(interval, figure, '.3f')}")
+    return measured
 
 
 def package_text(settings: HealSettings) -> tuple[str]:
@@ -122,32 +138,29 @@ def train(
     reward: CrossoverReward,
     blocks: Tensor,
     settings: ArmsSettings,
-) -> None:
-    """Train a policy for `steps` in the way of an arm."""
+) -> Any:
+    """Train a policy for `steps` in the way of an arm; return what TRL's trainer returns."""
     trl = import_optional("trl")
     from interop.crossover_trainer import CrossoverTrainer
 
     tokenizer = reward.tokenizer
     options = arguments(settings, settings.steps, RATE)
     if arm == "supervised":
-        train_on_text(policy, tokenizer, blocks, options)
-        return
+        return train_on_text(policy, tokenizer, blocks, options)
     options["max_completion_length"] = LENGTH - PROMPT
     prompts = tokenizer.batch_decode(blocks[:, :PROMPT].tolist())
     data = import_optional("datasets").Dataset.from_dict({"prompt": prompts})
     parts = {"train_dataset": data, "processing_class": tokenizer}
     if arm == "distillation":
         args = trl.DistillationConfig(**options)
-        trl.DistillationTrainer(policy, whole, args, **parts).train()
-        return
+        return trl.DistillationTrainer(policy, whole, args, **parts).train()
     args = trl.GRPOConfig(num_generations=GROUP, **options)
-    trainer_class = trl.GRPOTrainer
+    if arm in ("exact", "token"):
+        return CrossoverTrainer(policy, reward, args, credit=arm, **parts).train()
     function: Any = reward
-    if arm == "crossover":
-        trainer_class = CrossoverTrainer
     if arm == "constant":
         function = constant
-    trainer_class(policy, function, args, **parts).train()
+    return trl.GRPOTrainer(policy, function, args, **parts).train()
 
 
 def constant(completions: list[str], **_: Any) -> list[float]:

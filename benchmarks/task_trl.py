@@ -167,7 +167,7 @@ def train(
     }
     if "beta" in ARMS[arm]:
         return trl.GRPOTrainer(policy, **parts).train().global_step
-    return CrossoverTrainer(policy, reward, **parts).train().global_step
+    return CrossoverTrainer(policy, reward, credit="token", **parts).train().global_step
 
 
 @torch.no_grad()

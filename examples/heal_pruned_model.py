@@ -2,9 +2,9 @@
 
     python -m examples.heal_pruned_model --whole smollm2/ --text my_texts/
 
-Drops layers of a Hugging Face model of Llama's architecture, and trains the rest on text: this is
-the floor. Then CrossoverTrainer trains it on its own completions, with the whole model as the
-natural model. Prints the KL to the whole model before and after. The result is in out_dir.
+Drops layers of a Hugging Face model of Llama's architecture, and trains the rest on text (the
+floor). CrossoverTrainer then trains it on its own completions, with exact credit and the whole
+model as natural model. Prints the KL to the whole model before and after, and writes to out_dir.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from common.process import require, run_main
 from common.settings import Settings, parse_settings, setting
 from corpus.encode import find_texts, joined_pieces
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
-from interop.huggingface import import_optional, load_transformers
+from interop.huggingface import import_optional
 from interop.samples import complete
 from metrics.bootstrap import bootstrap_mean, format_figure
 
@@ -56,9 +56,7 @@ class HealSettings(Settings):
 
 def main() -> None:
     settings = parse_settings(HealSettings, "heal_pruned_model")
-    trl = import_optional("trl")
-    from interop.crossover_trainer import CrossoverTrainer
-
+    trl = import_optional("interop.crossover_trainer")  # with TRL's classes
     whole, tokenizer, blocks, held_out = load(settings)
     floor = prune(whole, settings.drop)
     train_on_text(floor, tokenizer, blocks, arguments(settings, settings.floor_steps, 2 * RATE))
@@ -72,14 +70,15 @@ def main() -> None:
     args = trl.GRPOConfig(num_generations=GROUP, max_completion_length=LENGTH - PROMPT, **options)
     prompts = tokenizer.batch_decode(blocks[:, :PROMPT].tolist())
     data = import_optional("datasets").Dataset.from_dict({"prompt": prompts})
-    CrossoverTrainer(policy, reward, args, train_dataset=data, processing_class=tokenizer).train()
+    parts = {"train_dataset": data, "processing_class": tokenizer}
+    trl.CrossoverTrainer(policy, reward, args, credit="exact", **parts).train()
     policy.save_pretrained(settings.out_dir)
     tokenizer.save_pretrained(settings.out_dir)
+    print(f"Saved {settings.out_dir}. KL to the whole model in nats per token:")
     before = kl_to_whole(floor, whole, held_out[1::2], settings.seed)
     after = kl_to_whole(policy, whole, held_out[1::2], settings.seed)
-    print(f"Saved {settings.out_dir}. KL to the whole model in nats per token:")
     for name, values in {"floor": before, "healed": after, "change": after - before}.items():
-        print(f"{name} {format_figure(bootstrap_mean('kl', values, settings.seed), 'kl', '.3f')}")
+        print(name, format_figure(bootstrap_mean("kl", values, settings.seed), "kl", ".3f"))
 
 
 def load(settings: HealSettings) -> tuple[Any, Any, Tensor, Tensor]:
@@ -103,8 +102,7 @@ def prune(whole: Any, drop: tuple[int, ...]) -> Any:
     config = whole.config.to_dict()
     config.update(num_hidden_layers=len(kept), layer_types=None)
     config.pop("quantization_config", None)  # of GGUF; the weights are float32 by now
-    model_class = load_transformers().AutoModelForCausalLM
-    pruned = model_class.from_config(type(whole.config)(**config))
+    pruned = type(whole)(type(whole.config)(**config))
     pruned.load_state_dict(whole.state_dict(), strict=False)  # all but the layers are right
     for layer, source in zip(pruned.model.layers, kept, strict=True):
         layer.load_state_dict(source.state_dict())
@@ -112,12 +110,12 @@ def prune(whole: Any, drop: tuple[int, ...]) -> Any:
     return pruned.to(whole.device)
 
 
-def train_on_text(model: Any, tokenizer: Any, blocks: Tensor, options: dict[str, Any]) -> None:
-    """Train a model on blocks of text."""
+def train_on_text(model: Any, tokenizer: Any, blocks: Tensor, options: dict[str, Any]) -> Any:
+    """Train a model on blocks of text; return what TRL's trainer returns."""
     trl = import_optional("trl")
     data = import_optional("datasets").Dataset.from_dict({"input_ids": blocks.tolist()})
     args = trl.SFTConfig(max_length=None, **options)
-    trl.SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train()
+    return trl.SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train()
 
 
 def arguments(settings: HealSettings, steps: int, rate: float) -> dict[str, Any]:
@@ -130,6 +128,7 @@ def arguments(settings: HealSettings, steps: int, rate: float) -> dict[str, Any]
         "gradient_accumulation_steps": settings.prompts,
         "bf16": torch.cuda.is_available(),
         "save_strategy": "no",
+        "logging_steps": steps,
         "gradient_checkpointing": False,
         "seed": settings.seed,
     }

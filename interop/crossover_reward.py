@@ -5,8 +5,8 @@
 Shapes: B sequences of T tokens, V token ids; n natural blocks.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +46,23 @@ class CausalModel(nn.Module):
         self.model = model
         self.config = GPTConfig(vocab_size=vocab_size)
 
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Within, the model is in evaluation mode, with adapters disabled."""
+        was_training = self.model.training
+        without_adapters = getattr(self.model, "disable_adapter", nullcontext)
+        self.model.eval()
+        with without_adapters():
+            yield
+        self.model.train(was_training)
+
     def outputs(self, idx: Tensor, **options: Any) -> Any:
         """Return what the model returns for sequences (B, T), with adapters disabled.
 
         Only right padding is allowed.
         """
-        was_training = self.model.training
-        without_adapters = getattr(self.model, "disable_adapter", nullcontext)
-        with without_adapters():
-            outputs = self.model.eval()(input_ids=idx, use_cache=False, **options)
-        self.model.train(was_training)
-        return outputs
+        with self.frozen():
+            return self.model(input_ids=idx, use_cache=False, **options)
 
     def trunk(self, idx: Tensor, context: None = None) -> Tensor:
         """Return the logits (B, T, V) of sequences (B, T): see `outputs`."""
@@ -108,7 +114,8 @@ class CrossoverReward:
     `load`: see TrunkHead.
 
     weight: w of the mixture m = w p + (1 - w) q; None: call `fit`. tokenizer: of both models; None:
-    the generator's, loaded by its name. max_completion_length: the tokens asked for, as in
+    the generator's, loaded by its name. natural_tokenizer: of a loaded natural model, to compare
+    vocabularies that are padded to two sizes. max_completion_length: the tokens asked for, as in
     GRPOConfig. refresh_every: optimizer steps after which CrossoverTrainer fits the head to the
     policy's own text again; None: never. Both models are on one device. Raise UserError if the
     vocabularies differ or a model cannot be loaded.
@@ -127,6 +134,7 @@ class CrossoverReward:
         *,
         weight: float | None = None,
         tokenizer: Any = None,
+        natural_tokenizer: Any = None,
         max_completion_length: int = 512,
         refresh_every: int | None = None,
     ) -> None:
@@ -134,8 +142,7 @@ class CrossoverReward:
         if tokenizer is None and isinstance(generator, str):
             tokenizer = load_tokenizer(generator)
         self.generator_name = None  # of a model that is loaded here
-        natural_tokenizer = None
-        if tokenizer is not None and isinstance(natural, str):
+        if natural_tokenizer is None and tokenizer is not None and isinstance(natural, str):
             natural_tokenizer = load_tokenizer(natural)
         if isinstance(natural, str):
             natural = load_model(natural)
@@ -171,6 +178,11 @@ class CrossoverReward:
             self.head.mixture.data = self.head.mixture.data.to(self.device)
         if weight is not None:
             self.set_weight(weight)
+
+    @property
+    def has_distributions(self) -> bool:
+        """Return whether there is evidence of all tokens at a position, as exact credit needs."""
+        return isinstance(self.head, TwoModels)
 
     def set_weight(self, weight: float) -> None:
         """Set w, the natural model's weight. Near 1 the policy's target is the natural model."""
@@ -369,7 +381,7 @@ def common_vocab_size(
     generator_size = generator.config.get_text_config().vocab_size
     vocab_size = min(natural_size, generator_size)
     is_same = natural_size == generator_size
-    if natural_tokenizer is not None:
+    if natural_tokenizer is not None and generator_tokenizer is not None:
         natural_ids = ids_below(vocab_size, natural_tokenizer)
         is_same = natural_ids == ids_below(vocab_size, generator_tokenizer)
     if not is_same:

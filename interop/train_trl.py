@@ -2,7 +2,7 @@
 
     python -m interop.train_trl --model MODEL --natural_model MODEL --text texts/ --lora_rank 16
 
-Every token has its own advantage. Functions of yours (--reward_function) can add a task. Start it
+Every token has its own gradient. Functions of yours (--reward_function) can add a task. Start it
 on several GPUs with `accelerate launch --config_file config/accelerate/eight_gpus_fsdp2.yaml -m
 interop.train_trl ...`.
 In: a causal model (a folder or a hub name), natural text or chats, and possibly a natural model of
@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class TrlSettings(Settings):
     """FILE.py:NAME of further reward functions, in TRL's form; the files are executed"""
     function_weight: tuple[float, ...] = ()
     """weight of each function beside the crossover reward (reward_weights); none: 1 each"""
+    credit: Literal["auto", "exact", "token"] = "auto"
+    """exact: over the vocabulary; token: of sampled tokens; auto: exact with a natural model"""
     output_dir: str = "trl_model"
     """the folder of the result and of its checkpoints"""
     lora_rank: int = setting(0, minimum=0)
@@ -90,6 +92,8 @@ class TrlSettings(Settings):
             f"refresh_every={self.refresh_every} fits a head again, but natural_model has none",
             "Leave one of them out",
         )
+        is_possible = self.natural_model is not None or self.credit != "exact"
+        errors.check(is_possible, "credit=exact needs a natural model", "Pass --natural_model")
         is_merged_lora = self.lora_rank > 0 or not self.merge
         errors.check(is_merged_lora, "merge=True needs LoRA", "Leave it out, or add --lora_rank 16")
         num_functions = len(self.reward_function)
@@ -205,6 +209,7 @@ def make_trainer(settings: TrlSettings) -> Any:
         policy,
         reward,
         args,
+        credit=settings.credit,
         reward_funcs=functions,
         train_dataset=data,
         processing_class=tokenizer,

@@ -148,6 +148,7 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, head, generator, t
         exported,
         tmp_path,
         f"{SETTINGS} --max_grad_norm 1e9",
+        credit="token",
         model=model,
         reward=make_reward(exported),
         train_dataset=prompts(PROMPTS),
@@ -223,15 +224,25 @@ def test_positions_that_are_learned_have_their_limits(exported, tmp_path, corpus
         trainer.train()
 
 
-def replay(generator: str, natural: str, out: str) -> None:
-    """Take one step on completions of several lengths, a function of their prompts; write its
-    gradients to `out`.
+def replay(generator: str, natural: str, out: str, credit: str) -> None:
+    """Take two steps on completions of several lengths, a function of their prompts; write the
+    gradients of the second to `out`. With the variables of FSDP, shard the weights.
     """
     from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    processes = PartialState(cpu=True)
+    is_sharded = bool(os.environ.get("ACCELERATE_USE_FSDP"))
 
     from interop.crossover_trainer import CrossoverTrainer
 
     class Replay(CrossoverTrainer):
+        def create_accelerator_and_postprocess(self):
+            if is_sharded:
+                # accelerate itself shards on GPUs only: on CPUs it ignores these variables.
+                PartialState().distributed_type = DistributedType.MULTI_GPU
+            super().create_accelerator_and_postprocess()
+
         def _generate_single_turn(self, prompt_ids, *_):
             written = []
             for row, ids in enumerate(prompt_ids):
@@ -246,16 +257,24 @@ def replay(generator: str, natural: str, out: str) -> None:
             return batch
 
     def write(model):
-        if PartialState().is_main_process:
-            named = model.named_parameters()
-            torch.save({name.removeprefix("module."): weight.grad for name, weight in named}, out)
+        gradients = {}
+        for name, weight in model.named_parameters():
+            gradient = weight.grad
+            assert hasattr(gradient, "full_tensor") == is_sharded
+            if is_sharded:
+                gradient = gradient.full_tensor()
+            gradients[name.removeprefix("module.")] = gradient
+        if processes.is_main_process:
+            torch.save(gradients, out)
 
-    rows = 2 * G // PartialState().num_processes
+    assert processes.num_processes == int(os.environ.get("WORLD_SIZE", 1))
+    rows = 2 * G // processes.num_processes
     trainer = make_trainer(
         (generator, natural),
         out + ".trainer",
-        f"{SETTINGS} --max_steps 1 --per_device_train_batch_size {rows} --scale_rewards batch",
+        f"{SETTINGS} --optim sgd --per_device_train_batch_size {rows} --scale_rewards batch",
         Replay,
+        credit,
         reward=make_reward((generator, natural)),
         reward_funcs=[lambda completion_ids, **_: [float(ids[0]) for ids in completion_ids]],
         train_dataset=prompts(["The ", "a h"]),
@@ -265,18 +284,28 @@ def replay(generator: str, natural: str, out: str) -> None:
     trainer.train()
 
 
-def test_two_processes_have_the_gradient_of_one(exported, tmp_path):
+SHARDED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+}
+
+
+@pytest.mark.parametrize(
+    ("credit", "variables"), [("token", {}), ("exact", {}), ("exact", SHARDED)]
+)
+def test_two_processes_have_the_gradient_of_one(exported, tmp_path, credit, variables):
     one = tmp_path / "one.pt"
     two = tmp_path / "two.pt"
-    replay(*exported, str(one))
+    replay(*exported, str(one), credit)
     script = tmp_path / "replay.py"
     script.write_text(
         "import sys\nfrom test_interop_crossover import replay\nreplay(*sys.argv[1:])\n"
     )
-    launch = "-m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1"
-    launch += " --mixed_precision no --dynamo_backend no --main_process_port 0"
-    command = [sys.executable, *launch.split(), script, *exported, two]
-    path = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    launch = "-m torch.distributed.run --standalone --nproc_per_node=2"
+    command = [sys.executable, *launch.split(), script, *exported, two, credit]
+    path = {**os.environ, **variables, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     subprocess.run(command, check=True, env=path, timeout=300)
     expected = torch.load(one)
     found = torch.load(two)

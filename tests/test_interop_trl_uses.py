@@ -23,7 +23,7 @@ SETTINGS = (
 )
 
 
-def make_trainer(models, folder, settings="", kind=None, **arguments):
+def make_trainer(models, folder, settings="", kind=None, credit="auto", **arguments):
     """Return a trainer of two prompts a step; `settings` are options of GRPOConfig."""
     from datasets import Dataset
     from transformers import HfArgumentParser
@@ -37,6 +37,7 @@ def make_trainer(models, folder, settings="", kind=None, **arguments):
         kind = CrossoverTrainer
     if issubclass(kind, CrossoverTrainer):
         arguments.setdefault("reward", CrossoverReward(models[1], models[0], weight=0.5))
+        arguments["credit"] = credit
     arguments.setdefault("model", models[0])
     arguments.setdefault("train_dataset", Dataset.from_dict({"prompt": 4 * PROMPTS}))
     return kind(args=args, **arguments)
@@ -105,6 +106,7 @@ def test_advantages_of_functions_are_those_of_trl(models, tmp_path, functions, w
             tmp_path / name,
             f"--log_completions True {settings} {weights}",
             keeping(kind),
+            "token",
             reward_funcs=[models[0] if f == "model" else f for f in functions],
             train_dataset=data,
         )
@@ -322,7 +324,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(models, tmp_path, adapters):
 def test_tokens_that_an_environment_wrote_have_no_advantage(models, tmp_path):
     from interop.crossover_trainer import CrossoverTrainer
 
-    trainer = make_trainer(models, tmp_path, kind=keeping(CrossoverTrainer), rollout_func=rollout)
+    kind = keeping(CrossoverTrainer)
+    trainer = make_trainer(models, tmp_path, "", kind, "token", rollout_func=rollout)
     trainer.train()
     is_foreign = trainer.kept["tool_mask"] == 0
     assert trainer.kept["completion_mask"][is_foreign].any()

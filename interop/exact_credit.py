@@ -1,0 +1,157 @@
+"""Credit over the whole vocabulary: the divergence of a policy from the mixture of two models.
+
+    python -c "from interop.exact_credit import exact_terms; help(exact_terms)"
+
+Logits exist only for a piece of the positions at a time, and the gradient of a piece is computed at
+once: nothing of size V waits for the backward pass, or is computed twice.
+Shapes: B sequences of N tokens, the last C of them completions, m of which count; H channels, which
+differ by model; V token ids that all models have.
+"""
+
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from trl.kernels import ChunkedLogProbFunction
+
+from common.process import require
+from generation.shared_prompts import scatter_to_mask
+from grpo.policy_loss import divergence
+from interop.crossover_reward import CausalModel
+
+PIECE_LOGITS = 2**22  # logits of a piece, 16 MiB in float32; some ten copies exist at a time
+CHUNK_IDS = 2**15  # token ids at a time in TRL's function of sampled tokens
+MAX_LOGIT_ERROR = 0.02  # largest relative error of recomputed logits, bfloat16 included
+TERMS = ("divergence", "entropy", "kl_start", "evidence", "log_probs")
+
+
+class KnownGradient(torch.autograd.Function):
+    """Return a loss () whose gradients with respect to its inputs are known.
+
+    All of them are returned at once: FSDP2 reduces those of the output layer and of the norm before
+    it together.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Any, ...]:
+        return None, None, *(factor * gradient for gradient in ctx.gradients)
+
+
+def exact_terms(
+    policy: CausalModel,
+    head: Any,
+    ids: Tensor,
+    attention_mask: Tensor,
+    weights: Tensor,
+    kl: str,
+    needs_samples: bool,
+) -> dict[str, Tensor]:
+    """Return the `loss` () of a policy and the TERMS (B, C) of the tokens of its completions.
+
+    head: the TwoModels of a CrossoverReward, whose mixture m is the target.
+    ids, attention_mask: (B, N), with padding on both sides. weights: (B, C), the factor of each
+    token's divergence in the loss; 0 where a token does not count, as are its terms. kl: see
+    `grpo.policy_loss.divergence`.
+
+    Terms: `divergence` and `entropy`; of the token itself: `kl_start` log(pi/q), `evidence`
+    log(m/q), `log_probs` log pi. With needs_samples, `log_probs` and `entropy` have a gradient.
+    """
+    mask = weights != 0  # (B, C)
+    C = weights.size(1)
+    tokens = ids[:, -C:][mask]  # (m,)
+    weights = weights[mask]
+    frozen = []
+    for model in (head.natural, head.generator):  # before the policy, because adapters are off
+        with torch.no_grad(), model.frozen():
+            frozen.append(states_before(model, ids, attention_mask, C)[mask])  # (m, H)
+    layer = output_layer(policy)
+    states = states_before(policy, ids, attention_mask, C)[mask]  # (m, H)
+    states = states.to(layer.weight.dtype)  # which cast_lm_head_to_fp32 changes
+    trained = [weight for weight in layer.parameters() if weight.requires_grad]
+    of_states = torch.zeros_like(states)
+    of_layer = [torch.zeros_like(weight, dtype=torch.float32) for weight in trained]
+    terms = torch.zeros(len(TERMS), len(tokens), device=ids.device)
+    V = policy.config.vocab_size
+    size = max(1, PIECE_LOGITS // V)
+    for first in range(0, len(tokens), size):
+        piece = slice(first, first + size)
+        leaf = states[piece].detach().requires_grad_()
+        # Called as a module, the layer would make FSDP2 take `grad` for the backward pass.
+        logits = linear(leaf, layer.weight, layer.bias)[:, :V].float()
+        log_probs = logits.log_softmax(-1)  # (k, V)
+        with torch.no_grad():
+            natural = logits_of(head.natural, frozen[0][piece])
+            start = logits_of(head.generator, frozen[1][piece])
+            evidence, start = head.distributions((natural, start))  # (k, V) each
+        losses = divergence(log_probs, evidence, start, kl)  # (k,)
+        if torch.is_grad_enabled():
+            found = torch.autograd.grad(weights[piece] @ losses, (leaf, *trained))
+            of_states[piece] = found[0]
+            for total, gradient in zip(of_layer, found[1:], strict=True):
+                total += gradient
+        with torch.no_grad():
+            values = (log_probs - start, evidence, log_probs)
+            terms[0, piece] = losses
+            terms[1, piece] = -(log_probs.exp() * log_probs).sum(-1)
+            for row, of_tokens in enumerate(values, 2):
+                terms[row, piece] = of_tokens.gather(1, tokens[piece, None])[:, 0]
+    loss = weights @ terms[0]
+    results = dict(zip(TERMS, terms, strict=True))
+    if torch.is_grad_enabled():
+        loss = KnownGradient.apply(loss, [of_states, *of_layer], states, *trained)
+        if needs_samples:
+            results["log_probs"], results["entropy"], *_ = ChunkedLogProbFunction.apply(
+                states, layer.weight, layer.bias, tokens, 1.0, CHUNK_IDS, None, 1.0, ("entropy",)
+            )
+    results = {name: scatter_to_mask(values, mask) for name, values in results.items()}
+    results["loss"] = loss
+    return results
+
+
+def base_of(model: CausalModel) -> Any:
+    """Return the model of transformers, without PEFT's class around it."""
+    base: Any = model.model
+    if is_peft_model(base):
+        return base.get_base_model()
+    return base
+
+
+def output_layer(model: CausalModel) -> Any:
+    """Return the layer that maps hidden states to logits."""
+    return base_of(model).get_output_embeddings()
+
+
+def states_before(model: CausalModel, ids: Tensor, attention_mask: Tensor, count: int) -> Tensor:
+    """Return the last hidden states (B, count, H) before each of the last `count` tokens."""
+    trunk = base_of(model).base_model
+    # For a natural model with learned positions; TRL itself passes none.
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    output = trunk(
+        input_ids=ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
+    )
+    return output.last_hidden_state[:, -count - 1 : -1]
+
+
+def logits_of(model: CausalModel, states: Tensor) -> Tensor:
+    """Return the logits (m, V) float32 of hidden states (m, H)."""
+    return output_layer(model)(states)[:, : model.config.vocab_size].float()
+
+
+@torch.no_grad()
+def check_logits(model: CausalModel) -> None:
+    """Raise UserError if `logits_of` does not return the logits of a model."""
+    ids = torch.tensor([[0, 1]], device=base_of(model).device)
+    expected = model.trunk(ids)[0, :1, : model.config.vocab_size].float()
+    found = logits_of(model, states_before(model, ids, torch.ones_like(ids), 1)[0])
+    is_linear = isinstance(output_layer(model), nn.Linear)
+    is_plain = is_linear and bool((found - expected).norm() <= MAX_LOGIT_ERROR * expected.norm())
+    rule = "logits must come from a linear layer, neither adapted nor scaled nor capped"
+    name = type(base_of(model)).__name__
+    require(is_plain, f'credit="exact" does not fit {name} (its {rule}): use credit="token"')

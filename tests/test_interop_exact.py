@@ -1,0 +1,203 @@
+"""Exact credit of CrossoverTrainer, and tokenizers of its models.
+
+pytest tests/test_interop_exact.py
+"""
+
+import pytest
+import torch
+from test_interop_trl_uses import (
+    capitals,
+    check_training,
+    keeping,
+    lora,
+    make_trainer,
+)
+
+import grpo.policy_loss as formulas
+from common.process import UserError
+from interop.crossover_reward import (
+    CausalModel,
+    CrossoverReward,
+    TwoModels,
+    load_model,
+    load_tokenizer,
+)
+
+pytestmark = pytest.mark.interop
+V, G, WEIGHT = 6, 2, 0.7
+ALL_PAIRS = torch.cartesian_prod(torch.arange(V), torch.arange(V))  # (V * V, G)
+
+
+def tiny_llama(seed, vocab_size=V, **options):
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        initializer_range=0.5,
+        **options,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("kl", ["reverse", "forward"])
+def test_the_gradient_is_the_expectation_of_token_credit(monkeypatch, kl, is_tied):
+    """At each position, over all groups of two tokens; in pieces of two positions."""
+    from interop import exact_credit
+
+    monkeypatch.setattr(exact_credit, "PIECE_LOGITS", 2 * V)
+    natural, start, policy = [tiny_llama(seed, tie_word_embeddings=is_tied) for seed in range(3)]
+    head = TwoModels(*[CausalModel(model, V) for model in (natural, start)])
+    head.mixture.data = torch.tensor(WEIGHT).logit()
+    ids = torch.randint(V, (2, 7))
+    read = torch.ones_like(ids)
+    read[0, :2] = 0  # the padding of a prompt
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    terms = exact_credit.exact_terms(
+        CausalModel(policy, V), head, ids, read, mask / mask.sum(), kl, False
+    )
+    (3 * terms["loss"]).backward()
+    found = {name: weight.grad / 3 for name, weight in policy.named_parameters()}
+
+    policy.zero_grad()
+    expected = 0.0
+    divergences = []
+    for row, place in mask.nonzero():
+        prefix = ids[row][read[row] > 0]
+        prefix = prefix[: len(prefix) - 3 + place]
+        probabilities = []
+        for model in (natural, start, policy):
+            probabilities.append(model(input_ids=prefix[None]).logits[0, -1].softmax(0))
+        p, q, pi = probabilities
+        m = (WEIGHT * p + (1 - WEIGHT) * q).detach()
+        if kl == "forward":
+            expected = expected - (m * pi.log()).sum()
+            divergences.append((m * (m / pi).log()).sum())
+            continue
+        divergences.append((pi * (pi / m).log()).sum())
+        rewards = (m / pi).log().detach()
+        advantages = formulas.token_advantages(
+            rewards[ALL_PAIRS].view(-1, 1), torch.ones(V * V * G, 1), G, "none"
+        )
+        losses = -(advantages.view(-1, G) * pi.log()[ALL_PAIRS]).mean(1)  # (V * V,)
+        # The mean of a group has a token's own reward in it.
+        expected = expected + G / (G - 1) * pi[ALL_PAIRS].prod(1).detach() @ losses
+    (expected / mask.sum()).backward()
+    for name, weight in policy.named_parameters():
+        torch.testing.assert_close(found[name], weight.grad, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(terms["divergence"][mask > 0], torch.stack(divergences))
+    torch.testing.assert_close(terms["loss"], torch.stack(divergences).mean())
+
+
+def gradients_of_first_step(trainer):
+    """Train; return the gradients of the first optimizer step by name."""
+    from test_interop_crossover import note_gradients
+
+    gradients = {}
+
+    def note(model):
+        for name, weight in model.named_parameters():
+            if weight.requires_grad and trainer.state.global_step == 0:
+                gradients[name.removeprefix("module.")] = weight.grad.clone()
+
+    note_gradients(trainer, note)
+    check_training(trainer)
+    return gradients
+
+
+@pytest.mark.parametrize("adapters", [dict, lambda: {"peft_config": lora()}])
+def test_the_gradient_of_a_task_is_added(models, tmp_path, adapters):
+    """Two steps, the second of which is off the policy."""
+    from trl import GRPOTrainer
+
+    settings = "--max_steps 2 --num_iterations 2 --max_grad_norm 1e9 --loss_type grpo"
+    gradients = []
+    for kind, functions in ((None, []), (GRPOTrainer, [capitals]), (None, [capitals])):
+        torch.manual_seed(0)
+        parts = adapters()
+        if functions:
+            parts["reward_funcs"] = functions
+        trainer = make_trainer(models, tmp_path, settings, kind, **parts)
+        gradients.append(gradients_of_first_step(trainer))
+    exact, task, both = gradients
+    assert sum(bool(gradient.any()) for gradient in both.values()) > len(both) // 3
+    for name, gradient in both.items():
+        torch.testing.assert_close(gradient, exact[name] + task[name], atol=1e-6, rtol=1e-3)
+    names = ("crossover/divergence", "crossover/evidence", "crossover/kl_start")
+    assert all(name in trainer.state.log_history[0] for name in names)
+
+
+CHANGES = {"pad_token": "<|im_end|>", "padding_side": "right"}
+
+
+@pytest.mark.parametrize("credit", ["exact", "token"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_padding_does_not_change_the_gradient(models, tmp_path, name, credit):
+    """The token that ends a text also pads it, or the tokenizer pads on the right."""
+    from interop.crossover_trainer import CrossoverTrainer
+
+    settings = "--max_completion_length 12 --max_grad_norm 1e9"
+    gradients = []
+    for changed in (False, True):
+        tokenizer = load_tokenizer(models[0])
+        assert tokenizer.pad_token != tokenizer.eos_token
+        if changed:
+            setattr(tokenizer, name, CHANGES[name])
+        reward = CrossoverReward(models[1], models[0], weight=0.5, tokenizer=tokenizer)
+        parts = {"reward": reward, "processing_class": tokenizer}
+        trainer = make_trainer(
+            models, tmp_path, settings, keeping(CrossoverTrainer), credit, **parts
+        )
+        gradients.append(gradients_of_first_step(trainer))
+        mask = trainer.kept["completion_mask"].bool()
+        is_end = torch.isin(trainer.kept["completion_ids"], torch.tensor(trainer.eos_token_ids))
+        assert 0 < (is_end & mask).sum() < len(mask) * 2
+        # Nothing follows the first end, which counts.
+        assert (is_end.cumsum(1) - is_end.int())[mask].sum() == 0
+        assert (mask.sum(1) == 12)[~is_end.any(1)].all()
+        num_prompt = sum(len(ids) - 1 for ids in trainer._prompt_ids)
+        assert (trainer._evidence != 0).sum() == num_prompt + mask.sum()
+        if credit == "exact":
+            assert (trainer._terms["divergence"] != 0).sum() == mask.sum()
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
+
+
+def test_padded_vocabularies_are_compared_by_their_tokenizers(models, tmp_path):
+    import transformers
+
+    natural = tiny_llama(0, vocab_size=300)
+    tokenizer = load_tokenizer(models[0])
+    options = {"weight": 0.5, "tokenizer": tokenizer}
+    with pytest.raises(UserError, match=r"\(300 token ids\) differs in vocabulary"):
+        CrossoverReward(natural, load_model(models[0]), **options)
+    other = transformers.ByT5Tokenizer(unk_token="<none>", extra_ids=0)
+    with pytest.raises(UserError, match=r"\(300 token ids\) differs in vocabulary"):
+        CrossoverReward(natural, load_model(models[0]), natural_tokenizer=other, **options)
+    options["natural_tokenizer"] = load_tokenizer(models[1])
+    reward = CrossoverReward(natural, load_model(models[0]), **options)
+    check_training(make_trainer(models, tmp_path, reward=reward))
+
+
+def scale_logits(model, inputs, output):
+    output.logits = 2 * output.logits
+
+
+def test_exact_credit_is_refused_where_it_does_not_fit(models, tmp_path):
+    config = lora(modules_to_save=["lm_head"])
+    with pytest.raises(UserError, match="neither adapted nor scaled nor capped"):
+        make_trainer(models, tmp_path, peft_config=config)
+    reward = CrossoverReward(models[1], models[0], weight=0.5)
+    reward.head.natural.model.register_forward_hook(scale_logits)
+    with pytest.raises(UserError, match="neither adapted nor scaled nor capped"):
+        make_trainer(models, tmp_path, reward=reward)
+    with pytest.raises(UserError, match="credit='none' is not known"):
+        make_trainer(models, tmp_path, credit="none")
+    reward = CrossoverReward(generator=models[0])
+    with pytest.raises(UserError, match="needs a reward with a natural model"):
+        make_trainer(models, tmp_path, credit="exact", reward=reward)
+    assert not make_trainer(models, tmp_path, credit="auto", reward=reward).is_exact
