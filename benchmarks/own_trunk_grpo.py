@@ -114,7 +114,8 @@ def main() -> None:
         if fitted.exists():
             reward.load(fitted)
         else:
-            reward.fit(judged[:FITTED], settings.seed)
+            # The figures decide, not the gate: the head may predict nothing after fine-tuning.
+            reward.fit(judged[:FITTED], settings.seed, allow_unpredictive=True)
             reward.save(fitted)
         figures = {"steps": train(model, arm, reward, tuned_on, settings)}
         figures.update(measure(model.eval(), reward, judged[FITTED:], reported, settings))
