@@ -78,6 +78,8 @@ class TaskSettings(HealSettings):
     """held-out blocks: 24 for the reward's weight, 80 for the figures, the rest for the judge"""
     seconds: float = setting(480.0, above=0)
     """training time of each arm in seconds of the processor, in place of `steps`"""
+    arms: tuple[str, ...] = tuple(ARMS)
+    """which arms; the floor is the first"""
 
 
 def short_words(completions: list[str], **_: Any) -> list[float]:
@@ -115,7 +117,7 @@ def main() -> None:
     results = {}
     if path.exists():
         results = read_json(path)
-    for arm in ARMS:
+    for arm in settings.arms:
         if arm not in results:
             if arm == "floor":
                 model = prune(whole, settings.drop)
