@@ -151,7 +151,8 @@ def train(
     callback = import_optional("transformers").TrainerCallback()
     callback.on_step_end = stop_in_time
     options = arguments(settings, 10**6, rate)
-    options.update(max_completion_length=LENGTH - PROMPT, num_generations=GROUP, bf16=True)
+    options.update(max_completion_length=LENGTH - PROMPT, num_generations=GROUP)
+    options.update(bf16=True, use_cpu=not torch.cuda.is_available())  # as fine-tuning
     prompts = reward.tokenizer.batch_decode(blocks[:, :PROMPT].tolist())
     data = import_optional("datasets").Dataset.from_dict({"prompt": prompts})
     trainer = CrossoverTrainer(
