@@ -266,6 +266,7 @@ class CrossoverReward:
         count, T = blocks.shape
         is_enough = count >= 4 and T >= 2
         require(is_enough, f"{count} blocks of {T} tokens: at least four of two tokens are needed")
+        print0(f"Fitting the reward to {SAMPLES * count:,} crossover samples of {T} tokens")
         samples = draw_samples(self.head.generator.model, blocks, SAMPLES, seed)
         is_report = samples.blocks >= count // 2
         select = samples.pick(~is_report)

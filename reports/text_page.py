@@ -41,6 +41,8 @@ def open_page(text_path: str, num_tokens: int, output_path: str | None) -> Path:
     finding = f"{text_path} has too few tokens ({num_tokens})"
     require(num_tokens >= 2, f"{finding}: at least 2 are needed, because the first has no evidence")
     path = Path(output_path or f"{Path(text_path).stem}.html")
+    is_html = path.suffix == ".html"
+    require(is_html, f"output_path={path}: the name of a text's page must end in .html")
     lock_output(path)
     if path.exists():
         is_page = PAGE_MARK in path.read_bytes()[:1000] and not path.samefile(text_path)

@@ -218,15 +218,17 @@ def test_the_beginning_of_generated_text_is_found(reading, tmp_path):
         ({"text": b"a"}, "has too few tokens (1)"),
         ({"text": b"\xff"}, "is not UTF-8 text"),
         ({"text": "\u0416".encode()}, r"lacks the characters '\u0416'"),
-        ({"output_path": "natural.txt"}, "natural.txt exists and is not the page of a text"),
+        ({"output_path": "page.json"}, "the name of a text's page must end in .html"),
+        ({"output_path": "other.html"}, "other.html exists and is not the page of a text"),
     ],
 )
 def test_a_text_that_cannot_be_read_is_refused(reading, reward_model, tmp_path, changes, said):
     (tmp_path / "last.pt").symlink_to(reward_model)
+    (tmp_path / "other.html").write_text("<p>mine</p>")
     options = {**reading, **changes}
     if isinstance(options["text"], bytes):
         (tmp_path / "given.txt").write_bytes(options["text"])
         options["text"] = "given.txt"
     given = {name: value for name, value in options.items() if value is not None}
     assert said in refuse_in_one_line("evaluate", **given)
-    assert list(tmp_path.glob("*.html")) == []
+    assert [page.read_text() for page in tmp_path.glob("*.html")] == ["<p>mine</p>"]
