@@ -320,10 +320,11 @@ def report_outcome(
     }
     check_finite(training["start"])  # `log` checks the figures of the kept policy
     run.log(run.step, final=True, kept_step=best.at, **training["kept"])
+    records = read_records(run.log_path)
     if run.ranks.rank == 0:
         save_checkpoint(run.output, kept, base["tokenization"], base["data"], training)
         title = f"{run.output.stem}: GRPO"
-        curves = draw_curves(GRPO, read_records(run.log_path), title)
+        curves = draw_curves(GRPO, records, title)
         if curves is not None:
             write_png(curves, run.output.with_suffix(".png"))
     name = "the starting policy: no later one within the caps was preferred to it"
@@ -346,7 +347,7 @@ def report_outcome(
             print0(f"{title} of fresh text: {before} before, {after} after")
     for function in report.scorer.functions:
         name = f"group_std_{function.short_name}"
-        spreads = [record[name] for record in read_records(run.log_path) if name in record]
+        spreads = [record[name] for record in records if name in record]
         if spreads and max(spreads) == 0:
             warn(
                 f"{function.short_name} gave all completions of a prompt the same reward in every "

@@ -87,7 +87,7 @@ class CrossoverTrainer(GRPOTrainer):
         check_choice("kl", kl, ("reverse", "forward"))
         is_possible = reward.has_distributions or credit != "exact"
         rule = 'credit="exact" needs a reward with a natural model'
-        require(is_possible, f'{rule}: give it one, or use credit="token"')
+        require(is_possible, f'{rule}: pass natural= to the reward, or use credit="token"')
         self.is_exact = reward.has_distributions and credit != "token"
         self.kl = kl
         args = copy.copy(args or GRPOConfig("trl_model"))
