@@ -173,8 +173,13 @@ class Loop:
             "dataset": self.corpus,
         }
         models = [f"{folder}/base_model_v1.pt", generator, policy]
+        controls = self.stages_of_controls(cycle, grpo_inputs)
+        # The natural model is compared last, so that the policy's figures are there earlier.
+        last_models = [str(control.artefact) for control in controls]
         if self.natural_model:
-            models.append(self.natural_model)
+            last_models.append(self.natural_model)
+        if not controls:
+            models += last_models
         stages = [
             self.stage(
                 "reward_data",
@@ -201,10 +206,18 @@ class Loop:
             self.stage("policy", "train_grpo", cycle, output_path=policy, **grpo_inputs),
             self.evaluate("evaluation", cycle, models),
         ]
+        if controls:
+            controls.append(self.evaluate("controls", cycle, last_models))
+        return stages + controls
 
+    def stages_of_controls(self, cycle: int, grpo_inputs: Mapping[str, str]) -> list[Stage]:
+        """Return the stages that train what the policy of a cycle is compared with."""
+        folder = self.folder
         controls = []
         if "control_plain" in self.controls:
-            start = generator if cycle == 1 else f"{folder}/control_plain_v{cycle}.pt"
+            start = f"{folder}/control_plain_v{cycle}.pt"
+            if cycle == 1:
+                start = grpo_inputs["base_model_path"]
             name = f"control_plain_v{cycle + 1}.pt"
             controls.append(
                 self.train("control_plain", "control_plain", cycle, name, self.corpus, start)
@@ -228,10 +241,7 @@ class Loop:
                 **grpo_inputs,
             )
             controls.append(control)
-        if controls:
-            models = [str(control.artefact) for control in controls]
-            controls.append(self.evaluate("controls", cycle, models))
-        return stages + controls
+        return controls
 
     def train(
         self, kind: str, section: str, cycle: int, name: str, corpus: str, start: str

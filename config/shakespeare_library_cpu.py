@@ -142,11 +142,11 @@ control_plain = dict(
     learning_rate=5e-3,
     weight_decay=0.1,
     grad_clip=0.0,
-    max_iters=2150,
+    max_iters=2000,
     warmup_iters=3,
     lr_schedule="cooldown",
     keep="calibrated_loss",
-    eval_interval=430,
+    eval_interval=400,
 )
 
 # Second, GRPO of sampled tokens in the seconds of the policy: groups of 8 completions.
@@ -170,10 +170,10 @@ control_distil = dict(
     prefixes="natural",
     prompts_per_step=48,
     group_size=1,
-    max_steps=150,
+    max_steps=140,
     updates_per_step=3,
     optimizer="muon",
     learning_rate=8e-3,
     lr_schedule="linear",
-    eval_interval=50,
+    eval_interval=47,
 )
