@@ -5,8 +5,7 @@
 #
 # The natural model stands for what a user has: a pretrained model whose training text is not at
 # hand. GRPO moves the generator toward it at the prefixes that the generator writes itself, by the
-# expectation over the whole vocabulary (credit=auto: exact). docs/results.md has the candidates for
-# tokens, shapes, steps and rates.
+# expectation over the whole vocabulary (credit=auto: exact). docs/results.md has its figures.
 
 # Byte-pair tokens learned from the 28 works, for both corpora. Works that are not named are in no
 # part.
