@@ -169,10 +169,10 @@ control_distil = dict(
     prefixes="natural",
     prompts_per_step=48,
     group_size=1,
-    max_steps=140,
+    max_steps=150,
     updates_per_step=3,
     optimizer="muon",
     learning_rate=8e-3,
     lr_schedule="linear",
-    eval_interval=47,
+    eval_interval=50,
 )

@@ -84,12 +84,15 @@ def main() -> None:
         )
     parts = [
         caption(
-            24, "The more orange, the lower P(natural). Each text is as diverse as natural text."
+            24,
+            "Shade: the probability that the text is natural up to this letter (grey 1, orange 0).",
         )
     ]
     for top, model, when in ((60, pair[0], "Before"), (182, pair[1], "After")):
         passage = model["passages"][0]
-        title = f"{when} GRPO, at temperature {model['temperature']:.2f}"
+        title = (
+            f"{when} GRPO, at temperature {model['temperature']:.2f}: as diverse as natural text"
+        )
         parts.append(caption(top, title))
         prompt = passage["prompt"][-COLUMNS:]
         parts += shaded(top + 28, prompt, passage["completion"])
