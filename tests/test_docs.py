@@ -3,9 +3,10 @@
     pytest tests/test_docs.py
 
 README and the guide, in this order, and the pages of RUN are run from top to bottom, in this
-process, in a folder with the settings files and two small corpora. A command is first parsed as it
-is printed, then run, once, with further options that make it small. Blocks of bash and Python are
-run; others are only parsed.
+process, in a folder with the settings files and two small corpora, beside a folder with what
+nanoGPT makes. A command is first parsed as it is printed, then run, once, with further options that
+make it small. Blocks of bash and Python are run, and commands in other blocks are parsed. A block of
+Python that begins with the name of a file is written to it.
 """
 
 import contextlib
@@ -22,13 +23,17 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from helpers import ROOT, make_checkpoint, make_text
+import torch
+from helpers import ROOT, make_checkpoint, make_corpus, make_text
 from option_tables import PAGES, settings_of, with_tables
+from test_train import NANOGPT_TRAIN
 
 from common.log import read_records
 from common.settings import options_of_stages, parse_settings
+from model import GPT, GPTConfig
 from reward_dataset_loader import RewardDataset
 from run_cycles import CORPORA, SECTIONS
 
@@ -59,6 +64,21 @@ KNOWN_OPTIONS += ["check", "hypothesis"]
 # The 65 characters of tiny Shakespeare, so that examples with vocab_size=65 run as they are
 # printed.
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+# The file that a block of Python is, and the packages that not every machine has.
+FILE_NAME = re.compile(r"# (\w+\.py)\n")
+TRL = "from trl import "
+# A checkpoint of nanoGPT, whose sizes are those of SHRINK.
+NANOGPT_MODEL = {
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 16,
+    "block_size": 16,
+    "bias": False,
+    "vocab_size": len(CHARACTERS),
+    "dropout": 0.0,
+}
 
 
 FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -173,11 +193,22 @@ def make_folder(folder: Path) -> Path:
     (folder / "my_rewards.py").write_text(
         "def score(completions, **_):\n    return [-len(c) for c in completions]\n"
     )
-    (folder / "out-shakespeare-char").mkdir()
-    make_checkpoint(
-        folder / "out-shakespeare-char/ckpt.pt", len(CHARACTERS), n_layer=2, position="learned"
-    )
+    make_nanogpt(folder.parent / "nanoGPT", text)
     return folder
+
+
+def make_nanogpt(folder: Path, text: str) -> None:
+    """What nanoGPT's scripts leave in its folder, and a settings file in its form."""
+    make_corpus(folder / "data/shakespeare_char", text)
+    for seed, name in enumerate(("out-shakespeare-char", "out-more-text")):
+        torch.manual_seed(seed)
+        model = GPT(GPTConfig(**NANOGPT_MODEL, position="learned"))
+        contents = {"model": model.state_dict(), "model_args": NANOGPT_MODEL, "iter_num": 5}
+        (folder / name).mkdir()
+        torch.save(contents, folder / name / "ckpt.pt")
+    (folder / "config").mkdir()
+    settings = f"out_dir = 'out-shakespeare-char'\n{NANOGPT_TRAIN}"
+    (folder / "config/train_shakespeare_char.py").write_text(settings)
 
 
 def run_pages(folder: Path, names: tuple[str, ...]) -> Path:
@@ -187,7 +218,10 @@ def run_pages(folder: Path, names: tuple[str, ...]) -> Path:
         patch.chdir(folder)
         patch.setattr(subprocess, "Popen", run_stage)
         for language, text in [block for name in names for block in blocks_of(name)]:
-            if language == "python":
+            file = FILE_NAME.match(text)
+            if file:
+                Path(file[1]).write_text(text)
+            if language == "python" and TRL not in text:
                 with contextlib.redirect_stdout(io.StringIO()):
                     exec(text, {"__name__": "__main__"})
             for line in commands_in(text) if language == "bash" else []:
@@ -201,7 +235,8 @@ def run_pages(folder: Path, names: tuple[str, ...]) -> Path:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, bpe):
     """The folder of README and the guide, after both were run."""
-    return run_pages(make_folder(tmp_path_factory.mktemp("docs")), ("README.md", GUIDE))
+    folder = tmp_path_factory.mktemp("docs") / "crossover"
+    return run_pages(make_folder(folder), ("README.md", GUIDE))
 
 
 def test_commands_and_code_run_of_README_and_guide(ran):  # noqa: N802
@@ -211,7 +246,31 @@ def test_commands_and_code_run_of_README_and_guide(ran):  # noqa: N802
 
 @pytest.mark.parametrize("name", RUN)
 def test_commands_and_code_run_of_the_first_documents_pages(name, tmp_path, bpe):
-    run_pages(make_folder(tmp_path), (name,))
+    run_pages(make_folder(tmp_path / "crossover"), (name,))
+
+
+@pytest.mark.interop
+def test_the_guide_s_program_for_trl_runs(models, tmp_path, monkeypatch):
+    (code,) = (text for _, text in blocks_of(GUIDE) if TRL in text)
+    changes = {
+        "path/to/small": models[0],
+        "path/to/large": models[1],
+        "max_steps=100": "max_steps=2",
+        "gradient_accumulation_steps=8": "gradient_accumulation_steps=2",
+    }
+    for printed, small in changes.items():
+        assert code.count(printed) == 1, printed
+        code = code.replace(printed, small)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("interop.crossover_reward.better_than_constant", bool)  # random models
+    Path("natural.txt").write_text(make_text(2000), encoding="utf-8")
+    defined: dict[str, Any] = {}
+    exec(code, defined)
+    (record, *_) = defined["trainer"].state.log_history
+    for name in ("rewards/short_words/mean", "rewards/crossover_reward/mean"):
+        assert name in record
+    assert "crossover/divergence" in record and "crossover/kl_start" in record
+    assert Path("trl_model/adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -241,10 +300,14 @@ def test_a_checkpoint_is_read_by_a_script_elsewhere(tmp_path):
 def test_commands_are_as_the_scripts_take_them(name):
     lines = re.findall(r"`((?:python|make) [^`]+)`", prose_of(name))
     for language, text in blocks_of(name):
-        if language == "bash":
-            lines += commands_in(text)
+        commands = commands_in(text)
+        if language == "text":
+            commands = [line for line in commands if line.startswith("python ")]
+        if language in ("bash", "text"):
+            lines += commands
     for line in lines:
-        check_command(line.replace("\n", " "))
+        if " ../" not in line:  # a settings file of nanoGPT: read where the pages are run
+            check_command(line.replace("\n", " "))
 
 
 def anchors_of(path: Path) -> list[str]:
