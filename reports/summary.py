@@ -194,7 +194,7 @@ def sentence(ledger: Ledger) -> str:
         )
     teacher = _teacher(ledger)
     if not cycle:
-        return f"{student} is to learn from {teacher}; its text is not measured yet."
+        return f"{student} is to be trained with {teacher}; its text is not measured yet."
 
     before, after = before_and_after(ledger)
     task = "+".join(task_functions(ledger))
@@ -209,7 +209,7 @@ def sentence(ledger: Ledger) -> str:
         ]
         return f"{student} {result} {task}: {', '.join(changes)}."
 
-    learned = f"{student} learned from {teacher}"
+    learned = f"{student} was trained with {teacher}"
     name = "judge_loss"
     loss = "a judge's loss"
     of_text = compare(after, before, name)["verdict"]
@@ -218,12 +218,12 @@ def sentence(ledger: Ledger) -> str:
         name = "calibrated_loss"
         loss = "its loss"
         result = compare(after, before, name)["verdict"]
-    change = f"from {before[name]:.3f} to {after[name]:.3f} nats per character"
+    change = f"from {before[name]:.3f} to {after[name]:.3f} nats/character"
     knows_more = _is_below(after, before, "unknown_words")
     if of_text == BETTER and knows_more:
         share = after["unknown_words"]
         earlier = before["unknown_words"]
-        return f"{learned}: {share:.1%} of its words are unknown instead of {earlier:.1%}."
+        return f"{learned}: {share:.1%} of the words it writes are unknown, {earlier:.1%} before."
     if result == BETTER:
         return f"{learned}: {loss} fell {change}."
     if result == WORSE:
@@ -243,7 +243,7 @@ def _is_below(model: Record, other: Record, name: str) -> bool:
 
 
 def _teacher(ledger: Ledger) -> str:
-    """Return what the generator learns from."""
+    """Return what the generator is trained with."""
     settings = ledger.about["settings"]
     if "natural_model_v1" in ledger.about["planned"]:
         if settings["natural_dataset"] in (None, settings["dataset"]):
@@ -277,16 +277,21 @@ def before_and_after(ledger: Ledger) -> list[dict[str, Any]]:
     return [models[GENERATOR], models[f"base_model_v{cycle + 1}"]]
 
 
+def natural_text(generator: Record) -> dict[str, Any]:
+    """Return the figures of natural text, which stand among those of a generator."""
+    return {
+        **generator["natural"],
+        "fresh_reward": generator["natural_reward"],
+        TASK_REWARD: generator.get("natural_function_reward"),
+    }
+
+
 def numbers(ledger: Ledger) -> list[dict[str, str]]:
     """Return up to three figures of generator and policy as text, their names and labels."""
     pair = before_and_after(ledger)
     if not pair:
         return []
-    natural = {
-        **pair[0]["natural"],
-        "fresh_reward": pair[0]["natural_reward"],
-        TASK_REWARD: pair[0].get("natural_function_reward"),
-    }
+    natural = natural_text(pair[0])
     shown = NUMBERS
     if TASK_REWARD in pair[1]:
         shown = TASK_NUMBERS

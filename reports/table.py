@@ -14,9 +14,11 @@ from reports.summary import (
     GENERATOR,
     TASK_REWARD,
     WORSE,
+    before_and_after,
     compare,
     evaluated_models,
     last_cycle,
+    natural_text,
     task_functions,
 )
 
@@ -74,7 +76,7 @@ def planned_models(ledger: Ledger) -> list[tuple[str, str, int]]:
 
 
 def comparison(ledger: Ledger) -> list[dict[str, str]]:
-    """Return the table of the models beside the policy of their cycle.
+    """Return the table of the models beside the policy of their cycle, natural text last.
 
     With a task it has the task's reward, and further_figures has the verdict on the loss instead.
     """
@@ -98,6 +100,14 @@ def comparison(ledger: Ledger) -> list[dict[str, str]]:
             row["seconds"] = f"{seconds_of(ledger, record):.0f}"
         elif name == "natural_model":
             row["seconds"] = ""
+        rows.append(row)
+    for generator in before_and_after(ledger)[:1]:
+        row = dict.fromkeys(("model", *columns, "seconds"), "")
+        row["model"] = "natural text"
+        natural = natural_text(generator)
+        for head, (figure, form) in columns.items():
+            if form and natural.get(figure) is not None:
+                row[head] = f"{natural[figure]:{form}}"
         rows.append(row)
     return rows
 

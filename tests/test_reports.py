@@ -126,7 +126,7 @@ def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
     return ledger
 
 
-LEARNED = "A model of Twelfth Night learned from a model of 8 other texts"
+LEARNED = "A model of Twelfth Night was trained with a model of 8 other texts"
 
 
 def gained(judge: float | None, unknown: float | None, loss: float, spread=0.02, **changes) -> str:
@@ -140,20 +140,20 @@ def gained(judge: float | None, unknown: float | None, loss: float, spread=0.02,
             part[name] = value
     found = sentence(make_ledger(evaluation_v2=models))
     assert len(found.split()) <= 25
-    return found.removeprefix("A model of Twelfth Night learned from a model of 8 other texts")
+    return found.removeprefix(LEARNED)
 
 
 def test_sentence_of_what_the_policy_gained():
     """The judge decides; without its verdict, the calibrated loss."""
-    assert gained(1.9, 0.141, 1.9) == ": 14.1% of its words are unknown instead of 21.2%."
-    fell = ": a judge's loss fell from 2.493 to 1.900 nats per character."
+    assert gained(1.9, 0.141, 1.9) == ": 14.1% of the words it writes are unknown, 21.2% before."
+    fell = ": a judge's loss fell from 2.493 to 1.900 nats/character."
     assert gained(1.9, 0.3, 1.9) == gained(1.9, None, 1.9) == fell
-    rose = ", but a judge's loss rose from 2.493 to 2.600 nats per character."
+    rose = ", but a judge's loss rose from 2.493 to 2.600 nats/character."
     assert gained(2.6, 0.1, 1.5) == rose
-    fell = ": its loss fell from 1.928 to 1.900 nats per character."
+    fell = ": its loss fell from 1.928 to 1.900 nats/character."
     assert gained(2.493, 0.1, 1.9) == gained(None, None, 1.9) == fell
     assert gained(1.9, 0.1, 1.9, is_reached=False) == fell  # unlike diversity
-    rose = ", but its loss rose from 1.928 to 2.000 nats per character."
+    rose = ", but its loss rose from 1.928 to 2.000 nats/character."
     assert gained(None, None, 2.0) == rose
     assert gained(2.49, 0.1, 1.93, 0.5) == ", but no gain is shown."
     short = ", but too little text was measured for a verdict."
@@ -164,11 +164,11 @@ def test_sentence_of_what_the_generator_learned_from():
     ledger = make_ledger()
     ledger.about["titles"]["dataset"] = ["The Picture of Dorian Gray"]
     ledger.about["settings"]["natural_dataset"] = None
-    assert "The Picture of... learned from another model of the same text:" in sentence(ledger)
+    assert "The Picture of... was trained with another model of the same text:" in sentence(ledger)
     ledger.about["planned"].remove("natural_model_v1")
-    assert "learned from a reward model's scores:" in sentence(ledger)
+    assert "was trained with a reward model's scores:" in sentence(ledger)
     ledger.about["settings"]["natural_model"] = "hub/SmolLM2-135M"
-    assert "learned from the model SmolLM2-135M:" in sentence(ledger)
+    assert "was trained with the model SmolLM2-135M:" in sentence(ledger)
 
 
 def test_sentence_before_the_policy_is_measured():
@@ -180,7 +180,7 @@ def test_sentence_before_the_policy_is_measured():
     ledger.outcome = "failed in base_model_v2"
     assert headline(ledger) == [
         "Run failed in base_model_v2: 7 of 10 stages are finished.",
-        "A model of Twelfth Night is to learn from a model of 8 other texts; "
+        "A model of Twelfth Night is to be trained with a model of 8 other texts; "
         "its text is not measured yet.",
     ]
     ledger = make_ledger(base_model_v2={})
@@ -254,13 +254,13 @@ def test_a_task(tmp_path, reward, learned):
     ]
     rows = comparison(ledger)
     rewards = ["0.250", "-", f"{reward:.3f}", "-", "0.750", "-"]
-    assert [row["task reward"].partition(" ")[0] for row in rows] == rewards
+    assert [row["task reward"].partition(" ")[0] for row in rows] == [*rewards, "0.500"]
     others = comparison(make_ledger())
     assert all(len(row) == len(one) == 8 for one, row in zip(others, rows, strict=True))
     further = further_figures(ledger)
     assert [row["reward short_lines"].partition(" ")[0] for row in further] == rewards
     assert further[0]["reward no_e"] == "0.500"
-    verdicts = [row["the policy's loss is"] for row in others]
+    verdicts = [row["the policy's loss is"] for row in others[:-1]]
     assert [row["the policy's loss is"] for row in further] == verdicts
     assert "distillation do not know the task." in make_page(ledger, CPU)
 
@@ -286,7 +286,15 @@ def test_tables():
         "plain training",
         "GRPO, sampled tokens",
         "off-policy distillation",
+        "natural text",
     ]
+    assert rows["natural text"] == {
+        **dict.fromkeys(rows["natural text"], ""),
+        "model": "natural text",
+        "judge's loss of its text": "1.811",
+        "unknown words": "4.6%",
+        "P(natural)": "0.930",
+    }
     assert rows["GRPO, sampled tokens"] == {
         "model": "GRPO, sampled tokens",
         "judge's loss of its text": "1.950 (1.500 to 2.750)",
@@ -299,7 +307,7 @@ def test_tables():
     }
     assert rows["policy"]["the policy's text is"] == ""
     assert rows["off-policy distillation"]["the policy's text is"].startswith("worse +0.057 (")
-    assert [row["seconds"] for row in rows.values()] == ["5", "5", "20", "5", "20", "20"]
+    assert [row["seconds"] for row in rows.values()] == ["5", "5", "20", "5", "20", "20", ""]
     rows = {row["model"]: row for row in further_figures(make_ledger())}
     assert rows["policy"] == {
         "model": "policy",
@@ -457,7 +465,7 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     assert page.count("data:image/png;base64,") == 4
     assert not re.search(r"(src|href)=\"?http", page)
     passages = read_passages(tmp_path / "reward_data_v1", tmp_path / "reward_model_v1.pt", CPU)
-    assert all(f"K = {passage.crossover};" in page for passage in passages)
+    assert all(f"K is after {passage.crossover} tokens" in page for passage in passages)
     assert "n_layer 3, learning_rate 0.001, r2 0.5, auc 0.9123" in page
 
 

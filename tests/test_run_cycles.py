@@ -120,7 +120,7 @@ def test_artefacts_and_ledger(unbroken, corpus):
     assert found["base_model_v1"]["kl_now"] < 1e-9 < found["base_model_v2"]["kl_now"]
     page = (out / "report.html").read_text()
     lines = printed.splitlines()[-6:]
-    learned = f"A model of {corpus.name} learned from another model of the same text"
+    learned = f"A model of {corpus.name} was trained with another model of the same text"
     assert lines[0].startswith("Expect text that is hardly more natural: ")
     assert lines[1] == f"{learned}, but too little text was measured for a verdict."
     assert f"<h1>{lines[1]}</h1>" in page
