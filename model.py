@@ -367,10 +367,15 @@ class GPT(nn.Module):
         """Return the reward head's scores (B, 2) of [natural, synthetic] before the softmax."""
         if self.config.trunk_layer is not None:
             raise UserError("ERROR: trunk_layer: use reward.heads.make_reward_model")
-        last = self.trunk(idx)[:, -1]  # (B, C)
-        with full_precision(idx.device):
-            last = last.to(self.transformer.wte.weight.dtype)
-            return self.reward_head[:3](last)
+        return self.score(self.trunk(idx)[:, -1])
+
+    def score(self, inputs: Tensor) -> Tensor:
+        """Return the output (..., 2) or (..., 1) of the reward head's layers before the softmax.
+
+        The dtype is that of the weights, also under autocast.
+        """
+        with full_precision(inputs.device):
+            return self.reward_head[:3](inputs.to(self.transformer.wte.weight.dtype))
 
     def pad_vocabulary(self, vocab_size: int) -> None:
         """Add or remove padding ids so that there are `vocab_size` ids; never remove a token."""

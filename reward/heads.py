@@ -88,10 +88,9 @@ class TrunkRewardModel(GPT):
         """
         with full_precision(inputs.device):
             inputs = self.standardize(inputs)
-            if self.config.reads_previous:
-                inputs = with_previous(inputs)
-            inputs = inputs.to(self.transformer.wte.weight.dtype)
-            return self.reward_head[:3](inputs).squeeze(-1)  # without the softmax
+        if self.config.reads_previous:
+            inputs = with_previous(inputs)
+        return super().score(inputs).squeeze(-1)
 
     def output(self, x: Tensor) -> Tensor:
         """Return the head's output for token ids (B, T), or for inputs of the head."""
