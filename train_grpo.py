@@ -107,7 +107,7 @@ def main() -> None:
 
     # What learns, and what the saved state contains. In a resumed run, start_run has read the state
     # and `track` loads it into these objects; then the schedule has its original length.
-    stops = Stops.of(settings, corpus.characters_per_token)
+    stops = Stops(settings, corpus.characters_per_token)
     update = Updater(policy, scorer.reward_model, settings, ranks, stops.cap("kl_step"))
     schedule = Schedule(settings.lr_schedule, settings.max_steps, int(WARMUP * settings.max_steps))
     best = BestAtTask() if settings.reward_function else Best()

@@ -5,7 +5,6 @@ python -c "from grpo.stopping import Stops; help(Stops)"
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from common.process import warn
 from grpo.settings import GRPOSettings
-from training.optimizers import Best, SavedAttributes
+from training.optimizers import Best, EarlyStopping, SavedAttributes
 
 LARGEST_WINDOW = 10  # steps
 # A plateau: the objective has not risen by PLATEAU_MIN_DELTA in PLATEAU_WINDOWS windows of steps.
@@ -30,7 +29,6 @@ CAPS = {
 WIDTH_OF_INTERVAL = 3.92  # of a 95% interval, in standard errors
 
 
-@dataclass
 class Stops(SavedAttributes):
     """Rules that end the training. The reward of one step is noise: the rules compare windows.
 
@@ -39,32 +37,24 @@ class Stops(SavedAttributes):
 
     saved = ("window", "start_loss", "rewards", "objectives", "broken_cap", "has_warned")
 
-    window: int  # steps
-    reward_threshold: float  # for the mean P(natural) of a window
-    has_function: bool  # a user's, which may not reward natural text
-    characters_per_token: float = 1.0  # figures are in nats per token, limits in nats per character
-    in_nats: bool = True  # the objective: evidence is, P(natural) and a function's reward are not
-    start_loss: float = math.nan  # of the starting policy on natural text
-    rewards: list[float] = field(default_factory=list)  # per step: mean P(natural)
-    objectives: list[float] = field(default_factory=list)  # per step: mean of what is optimised
-    broken_cap: str = ""  # the first cap that was exceeded
-    has_warned: bool = False  # that the loss rises
-
-    @classmethod
-    def of(cls, settings: GRPOSettings, characters_per_token: float) -> "Stops":
-        """Return the rules of a new run: windows of a tenth of max_steps, at most 10 steps."""
-        window = max(1, min(LARGEST_WINDOW, settings.max_steps // 10))
-        has_function = bool(settings.reward_function)
-        in_nats = settings.reward_model_path is not None and settings.reward == "evidence"
-        threshold = settings.reward_threshold
-        return cls(window, threshold, has_function, characters_per_token, in_nats)
+    def __init__(self, settings: GRPOSettings, characters_per_token: float) -> None:
+        # Steps of a window: a tenth of all, at most 10
+        self.window = max(1, min(LARGEST_WINDOW, settings.max_steps // 10))
+        self.reward_threshold = settings.reward_threshold  # for the mean P(natural) of a window
+        self.has_function = bool(settings.reward_function)  # which may not reward natural text
+        # Figures are in nats per token, limits in nats per character.
+        self.characters_per_token = characters_per_token
+        # Evidence is in nats; P(natural) and a function's reward are not.
+        self.in_nats = settings.reward_model_path is not None and settings.reward == "evidence"
+        self.start_loss = math.nan  # of the starting policy on natural text
+        self.rewards: list[float] = []  # per step: mean P(natural)
+        self.objectives: list[float] = []  # per step: mean of what is optimised
+        self.broken_cap = ""  # the first cap that was exceeded
+        self.has_warned = False  # that the loss rises
 
     def cap(self, name: str) -> float:
         """Return a cap in nats per token."""
         return CAPS[name] * self.characters_per_token
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict({"has_warned": False, **state})  # absent in earlier versions
 
     def start(self, evaluation: Mapping[str, Any]) -> None:
         """Record the figures of the starting policy, with which later ones are compared."""
@@ -114,18 +104,12 @@ class Stops(SavedAttributes):
         if self.in_nats:
             min_delta *= self.characters_per_token
             unit = " nats a character"
-        best = -math.inf
-        windows_without_rise = 0
+        plateau = EarlyStopping(PLATEAU_WINDOWS, min_delta)
         for end in range(self.window, len(self.objectives) + 1, self.window):
-            mean = float(np.mean(self.objectives[end - self.window : end]))
-            if mean >= best + min_delta:
-                best = mean
-                windows_without_rise = 0
-            else:
-                windows_without_rise += 1
-        if windows_without_rise >= PLATEAU_WINDOWS:
+            plateau.update(-float(np.mean(self.objectives[end - self.window : end])))
+        if plateau.reason():
             rise = f"{PLATEAU_MIN_DELTA}{unit}"
-            return f"plateau: no rise of {rise} in {windows_without_rise} windows"
+            return f"plateau: no rise of {rise} in {PLATEAU_WINDOWS} windows"
         return None
 
 

@@ -165,7 +165,13 @@ def stops_after(
     **figures: float,
 ) -> Stops:
     """The stops, with windows of four steps, after so many steps and perhaps an evaluation."""
-    stops = Stops(4, threshold, has_function, characters_per_token)
+    settings = GRPOSettings(
+        max_steps=40,
+        reward_model_path="reward.pt",
+        reward_threshold=threshold,
+        reward_function=("mine.py:score",) if has_function else None,
+    )
+    stops = Stops(settings, characters_per_token)
     stops.start({"select_loss": 2.0})
     for reward in rewards:
         kl_start = figures.get("kl_start", 0.0)
@@ -218,7 +224,7 @@ def test_with_a_function_a_rise_of_the_loss_warns_once(capsys):
     stops.evaluation({"select_loss": 2.31})
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("WARNING: loss_rise 0.310 > 0.3 nats a character")
-    resumed = Stops(4, 0.9, has_function=True)
+    resumed = stops_after([], has_function=True)
     resumed.load_state_dict(stops.state_dict())
     resumed.evaluation({"select_loss": 2.5})
     assert resumed.reason() is None and capsys.readouterr().err == ""
