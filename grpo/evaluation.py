@@ -124,16 +124,14 @@ class PolicyEvaluation:
     def text_figures(self, ids: Tensor, copies: CopyFinder) -> dict[str, Any]:
         """Return variety, copies and examples of completions (R, N), sampled at temperature 1."""
         decode = self.corpus.tokenizer.decode
-        natural = self.prompts.natural.repeat_interleave(EVAL_SAMPLES, 0)  # (R, N)
         prompts = []
         completions = []
-        natural_texts = []
         lengths = self.prompts.prefix_lengths.flatten().tolist()
-        for row, natural_row, length in zip(ids.numpy(), natural.numpy(), lengths, strict=True):
+        for row, length in zip(ids.numpy(), lengths, strict=True):
             prompts.append(decode(row[:length]))
             completions.append(decode(row[length:]))
-            natural_texts.append(decode(natural_row[length:]))
-        distinct_pairs = DistinctPairs(natural_texts[::EVAL_SAMPLES])
+        natural = zip(self.prompts.natural.numpy(), lengths[::EVAL_SAMPLES], strict=True)
+        distinct_pairs = DistinctPairs([decode(row[length:]) for row, length in natural])
         shown = slice(0, None, len(prompts) // COMPLETIONS_SHOWN)
         return {
             "distinct_pairs": distinct_pairs(completions),
