@@ -248,14 +248,9 @@ def get_batch(
 
     Every rank draws the offsets of the whole batch and reads its `share` of them.
     """
-    num_tokens = len(tokens)
-    require(
-        num_tokens > block_size,
-        f"block_size={block_size}: the data has {num_tokens} tokens, block_size + 1 are needed",
-    )
-    offsets = rng.integers(num_tokens - block_size, size=batch_size)[share]
-    windows = [tokens[start : start + block_size + 1] for start in offsets]
-    return _inputs_and_targets(np.stack(windows), device)
+    assert len(tokens) > block_size, f"{len(tokens)} tokens: block_size + 1 are needed"
+    offsets = rng.integers(len(tokens) - block_size, size=batch_size)[share]
+    return _inputs_and_targets(text_rows(tokens, offsets, block_size + 1), device)
 
 
 class WholeSplitBatches:
@@ -297,16 +292,16 @@ class WholeSplitBatches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for first in range(0, self.num_full, self.batch_size):
-            starts = self.starts[first : first + self.batch_size, None]  # (B, 1)
-            windows = self.tokens[starts + np.arange(self.block_size + 1)]  # (B, T + 1)
+            starts = self.starts[first : first + self.batch_size]
+            windows = text_rows(self.tokens, starts, self.block_size + 1)  # (B, T + 1)
             yield _inputs_and_targets(windows, self.device)
         if self.num_left:
-            yield _inputs_and_targets(self.tokens[None, -self.num_left - 1 :], self.device)
+            start = np.array([len(self.tokens) - self.num_left - 1])
+            yield _inputs_and_targets(text_rows(self.tokens, start, self.num_left + 1), self.device)
 
 
-def _inputs_and_targets(windows: np.ndarray, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    # (2, B, T): one transfer to the device
-    pair = torch.from_numpy(np.stack([windows[:, :-1], windows[:, 1:]]).astype(np.int64))
+def _inputs_and_targets(windows: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    pair = torch.stack((windows[:, :-1], windows[:, 1:]))  # (2, B, T): one transfer to the device
     if torch.device(device).type == "cuda":
         pair = pair.pin_memory()
     inputs, targets = pair.to(device, non_blocking=True)
