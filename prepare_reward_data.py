@@ -21,7 +21,7 @@ import torch
 
 from common.device import autocast, random_stream, select_device, select_dtype
 from common.distributed import Ranks, start_ranks
-from common.files import atomic_path, hash_bytes, lock_output
+from common.files import atomic_folder, atomic_path, hash_bytes, lock_output
 from common.log import counted, format_size, print0, progress
 from common.process import Finished, require, run_main
 from common.settings import differing_settings, parse_settings
@@ -270,16 +270,13 @@ def main() -> None:
     print0(f"\n=== Saving to {config.output_dir} ===")
     entries = {**identity, "model_path": model_path}
     info = tokenizer.info()
-    dataset = partial / "dataset"
-    shutil.rmtree(dataset, ignore_errors=True)  # from an interrupted run
-    num_train = write_split(
-        dataset, "train", map(np.load, train_shards), info, config.output_dir, entries
-    )
-    num_val = write_split(
-        dataset, "val", map(np.load, val_shards), info, config.output_dir, entries
-    )
-    shutil.rmtree(output, ignore_errors=True)
-    os.replace(dataset, output)
+    with atomic_folder(output) as folder:
+        num_train = write_split(
+            folder, "train", map(np.load, train_shards), info, config.output_dir, entries
+        )
+        num_val = write_split(
+            folder, "val", map(np.load, val_shards), info, config.output_dir, entries
+        )
     shutil.rmtree(partial)
     print0(
         "\n=== Dataset Creation Complete ===\n"

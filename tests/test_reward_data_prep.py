@@ -240,8 +240,7 @@ def test_ctrl_c_and_again(monkeypatch, tmp_path, options, reward_data, name, num
         assert call("prepare_reward_data", **options).status == 130
     assert not (tmp_path / "out").exists()
     if name == "write_metadata":  # what a kill at this moment leaves
-        (partial,) = tmp_path.glob("out.partial-*")
-        (partial / "dataset" / ".train_x.bin.1.partial").write_bytes(b"cut")
+        (tmp_path / ".out.partial" / ".train_x.bin.1.partial").write_bytes(b"cut")
     make, remade = prep.make_samples, []
     monkeypatch.setattr(
         prep, "make_samples", lambda *arguments: remade.append(1) or make(*arguments)
