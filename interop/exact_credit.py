@@ -70,7 +70,7 @@ def exact_terms(
     frozen = []
     for model in (head.natural, head.generator):  # before the policy, because adapters are off
         with torch.no_grad(), model.frozen():
-            frozen.append(shared_states_before(model, ids, attention_mask, C)[mask])  # (m, H)
+            frozen.append(states_before(model, ids, attention_mask, C)[mask])  # (m, H)
     layer = output_layer(policy)
     states = states_before(policy, ids, attention_mask, C)[mask]  # (m, H)
     states = states.to(layer.weight.dtype)  # which cast_lm_head_to_fp32 changes
@@ -137,39 +137,6 @@ def states_before(model: CausalModel, ids: Tensor, attention_mask: Tensor, count
         input_ids=ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
     )
     return output.last_hidden_state[:, -count - 1 : -1]
-
-
-def shared_states_before(
-    model: CausalModel, ids: Tensor, attention_mask: Tensor, count: int
-) -> Tensor:
-    """Return what `states_before` returns, without gradient, but read a group's prompt once.
-
-    The prompt's keys and values are repeated for the rows of its group.
-    """
-    length = ids.size(1) - count  # of the prompts
-    prompts = ids[:, :length]
-    group_sizes = prompts.unique_consecutive(dim=0, return_counts=True)[1]
-    group_size = int(group_sizes[0])
-    has_groups = group_size > 1 and bool((group_sizes == group_size).all())
-    if not has_groups or count == 1 or base_of(model)._is_stateful:
-        return states_before(model, ids, attention_mask, count)
-    trunk = base_of(model).base_model
-    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    read = trunk(
-        input_ids=prompts[::group_size],
-        attention_mask=attention_mask[::group_size, :length],
-        position_ids=positions[::group_size, :length],
-        use_cache=True,
-    )
-    read.past_key_values.batch_repeat_interleave(group_size)
-    output = trunk(
-        input_ids=ids[:, length:-1],
-        attention_mask=attention_mask[:, :-1],
-        position_ids=positions[:, length:-1],
-        past_key_values=read.past_key_values,
-    )
-    first = read.last_hidden_state[:, -1:].repeat_interleave(group_size, 0)  # (B, 1, H)
-    return torch.cat((first, output.last_hidden_state), 1)
 
 
 def logits_of(model: CausalModel, states: Tensor) -> Tensor:

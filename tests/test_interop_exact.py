@@ -46,8 +46,7 @@ def tiny_llama(seed, vocab_size=V, **options):
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
-@pytest.mark.parametrize("rows_of_prompt", [1, 2])
-def test_the_gradient_is_the_expectation_of_token_credit(monkeypatch, rows_of_prompt, kl, is_tied):
+def test_the_gradient_is_the_expectation_of_token_credit(monkeypatch, kl, is_tied):
     """At each position, over all groups of two tokens; in pieces of two positions."""
     from interop import exact_credit
 
@@ -55,12 +54,10 @@ def test_the_gradient_is_the_expectation_of_token_credit(monkeypatch, rows_of_pr
     natural, start, policy = [tiny_llama(seed, tie_word_embeddings=is_tied) for seed in range(3)]
     head = TwoModels(*[CausalModel(model, V) for model in (natural, start)])
     head.mixture.data = torch.tensor(WEIGHT).logit()
-    ids = torch.randint(V, (4, 7))
-    if rows_of_prompt == 2:
-        ids[1::2, :4] = ids[::2, :4]
+    ids = torch.randint(V, (2, 7))
     read = torch.ones_like(ids)
-    read[:2, :2] = 0  # the padding of a prompt
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]])
+    read[0, :2] = 0  # the padding of a prompt
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     terms = exact_credit.exact_terms(
         CausalModel(policy, V), head, ids, read, mask / mask.sum(), kl, False
     )
