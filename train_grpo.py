@@ -34,7 +34,7 @@ import torch
 from common.device import select_device, select_dtype
 from common.distributed import Ranks, start_ranks
 from common.log import check_finite, format_size, print0, read_records
-from common.process import UserError, require, run_main, warn
+from common.process import require, run_main, warn
 from common.settings import parse_settings
 from corpus.corpus import Corpus, open_corpus
 from generation.completions import Completer
@@ -53,6 +53,7 @@ from reward.scorer import RewardScorer
 from reward.user_function import RewardFunction
 from training.checkpoint import build_model, load_checkpoint, save_checkpoint
 from training.lineage import (
+    check_generator,
     check_same_fields,
     check_same_splits,
     check_same_tokens,
@@ -214,7 +215,7 @@ def load_scorer(
         reward_model = build_reward_model(contents, path, device)
         check_same_fields(reference.config, contents["config"], *models)
         check_same_tokens(base["tokenization"], contents["tokenization"], *models)
-        check_generator(path, contents["training"] or {}, base_path)
+        check_generator(path, (contents["training"] or {}).get("generator_sha256"), base_path)
     functions = []
     for name, weight in zip(settings.reward_function or (), settings.weights, strict=True):
         functions.append(RewardFunction(name, corpus.tokenizer.decode, weight))
@@ -225,19 +226,6 @@ def load_scorer(
         functions=tuple(functions),
         gives_evidence=settings.reward == "evidence",
     )
-
-
-def check_generator(path: str, training: dict[str, Any], base_path: str) -> None:
-    """Raise UserError if the reward model was trained against a generator other than the policy."""
-    trained_against = training.get("generator_sha256")
-    base_sha256 = hash_model(base_path)
-    if trained_against is None:
-        warn(f"{path} does not record against which generator it was trained")
-    elif trained_against != base_sha256:
-        raise UserError(
-            f"ERROR: {path} was trained against another generator (sha256 {trained_against:.12}), "
-            f"not {base_path} ({base_sha256:.12}): train a reward model for this generator"
-        )
 
 
 def print_choices(settings: GRPOSettings, policy: GPT, scorer: RewardScorer, ranks: Ranks) -> None:

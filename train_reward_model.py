@@ -31,9 +31,10 @@ from reward.heads import HeadRewardModel, LikelihoodRewardModel, RewardModel, ma
 from reward.mixture import fit_mixture
 from reward.settings import RewardModelSettings
 from reward.states import Standardize
+from tokenization_manager import TokenizationManager
 from training import checkpoint
 from training.lineage import (
-    check_origin,
+    check_generator,
     check_same_fields,
     check_same_tokens,
     check_unseen,
@@ -57,15 +58,14 @@ def main() -> None:
 
     # data
     base = checkpoint.load_checkpoint(base_path)
-    base_sha256 = hash_model(base_path)
     generator = checkpoint.build_model(base, base_path)
     train_set, val_set = loader.open_checked_splits(settings.data_dir)
-    for dataset in (train_set, val_set):
-        info = dataset.get_tokenization_info()
-        loader.check_model_compatibility(info, dataset.block_size, generator.config)
-    check_origin(
-        train_set.get_tokenization_info(), train_set.metadata, base, base_sha256, base_path
-    )
+    info = train_set.get_tokenization_info()  # the splits have the same, and the same block size
+    loader.check_model_compatibility(info, train_set.block_size, generator.config)
+    if base["tokenization"] is not None:
+        info.check_compatible(TokenizationManager.from_record(base["tokenization"]).info())
+    writer = train_set.metadata.get("model_sha256")
+    base_sha256 = check_generator(settings.data_dir, writer, base_path)
     temperature = train_set.metadata.get("temperature", "1.0")
     if settings.head == "likelihood" and temperature != "1.0":
         warn(

@@ -105,7 +105,7 @@ def test_an_unpredictive_reward_model_is_refused_unless_allowed(good, tmp_path, 
     assert not good["output_path"].exists()
     finished = call("train_grpo", **{**options, "allow_unpredictive_reward": True})
     assert finished.status == 0 and "R2 " in finished.err
-    assert f"WARNING: {path} does not record against which generator" in finished.err
+    assert f"WARNING: {path} does not record with which generator" in finished.err
     settings = load_checkpoint(good["output_path"])["training"]["settings"]
     assert (settings["credit"], settings["beta"]) == ("sequence", 0.04)  # of a last head
     assert settings["reward"] == "natural" and f"Reward: {path} (natural)" in finished.out
