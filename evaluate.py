@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.device import select_device, select_dtype
+from common.device import select_device
 from common.files import lock_output, write_json
 from common.log import counted, print0
 from common.process import UserError, require, run_main, warn
@@ -342,7 +342,7 @@ def load_fresh_text(
     names = ("the baseline", "the reward model")
     check_same_fields(reference.config, contents["config"], *names)
     check_same_tokens(baseline["tokenization"], contents["tokenization"], *names)
-    scorer = RewardScorer(reward_model, reference, select_dtype("auto", device))
+    scorer = RewardScorer(reward_model, reference)
     if settings.part != "whole":
         tokens = validation_part(tokens, reference.config.block_size, settings.part)
     return PolicyEvaluation(scorer, corpus, None, SEED, "fresh", tokens, FRESH_PROMPTS)

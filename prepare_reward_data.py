@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.device import autocast, random_stream, select_device, select_dtype
+from common.device import autocast, random_stream, select_device
 from common.distributed import Ranks, start_ranks
 from common.files import atomic_folder, atomic_path, hash_bytes, lock_output
 from common.log import counted, format_size, print0, progress
@@ -77,7 +77,7 @@ def make_samples(
     device = next(completer.model.parameters()).device
     natural = torch.from_numpy(blocks.astype(np.int64)).to(device)
     sampling = Sampling(config.temperature, config.top_k)
-    with autocast(device, select_dtype("auto", device)):  # as train_grpo.py samples
+    with autocast(device):  # as train_grpo.py samples
         completions = completer(
             natural, torch.from_numpy(crossovers), torch.from_numpy(uniforms), sampling
         )

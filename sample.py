@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.device import autocast, select_device, select_dtype
+from common.device import autocast, select_device
 from common.files import read_json
 from common.log import print0
 from common.process import UserError, require, run_main, warn
@@ -109,7 +109,7 @@ def main() -> None:
         print(f"temperature {temperature:.2f}: {reason}", file=sys.stderr)
     sampling = Sampling(temperature, settings.top_k)
     generator = torch.Generator().manual_seed(settings.seed)
-    with autocast(device, select_dtype("auto", device)):
+    with autocast(device):
         rows = generate(model, idx.to(device), settings.max_new_tokens, sampling, generator)
     text = SEPARATOR.join(tokenizer.decode(row.tolist()) for row in rows)
     print0(text + SEPARATOR.removesuffix("\n"))

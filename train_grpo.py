@@ -222,7 +222,6 @@ def load_scorer(
     return RewardScorer(
         reward_model,
         reference,
-        select_dtype("auto", device),
         functions=tuple(functions),
         gives_evidence=settings.reward == "evidence",
     )
@@ -231,7 +230,8 @@ def load_scorer(
 def print_choices(settings: GRPOSettings, policy: GPT, scorer: RewardScorer, ranks: Ranks) -> None:
     """Print the models, the reward, and what the settings leave to the reward model."""
     size = format_size(policy.num_parameters())
-    print0(f"Policy: {settings.base_model_path}, {size}, on {ranks.where} ({scorer.dtype})")
+    dtype = select_dtype("auto", ranks.device)
+    print0(f"Policy: {settings.base_model_path}, {size}, on {ranks.where} ({dtype})")
     model_reward = "no model"
     if settings.reward_model_path is not None:
         model_reward = f"{settings.reward_model_path} ({settings.reward})"

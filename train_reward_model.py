@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import reward_dataset_loader as loader
-from common.device import autocast, random_stream, seed_step, select_device, select_dtype
+from common.device import autocast, random_stream, seed_step, select_device
 from common.distributed import Ranks, parallel, start_ranks
 from common.files import hash_bytes, hash_file, lock_output
 from common.log import RunLog, counted, format_size, print0
@@ -148,8 +148,7 @@ def train_head(
     optimizers = make_optimizers(
         model, learning_rate=settings.learning_rate, weight_decay=WEIGHT_DECAY
     )
-    dtype = select_dtype("auto", ranks.device)
-    forward = parallel(model, ranks, dtype)
+    forward = parallel(model, ranks)
     stopping = EarlyStopping(settings.patience, settings.min_delta)
     best = Best()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -292,7 +291,7 @@ def head_inputs(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the head's inputs (B, ...) float32 and labels (B, 2) of a whole split."""
     device = model.transformer.wte.weight.device
-    with autocast(device, select_dtype("auto", device)):
+    with autocast(device):
         for x, y in batches_of(split, model, description):
             yield model.read(x).float(), y
 

@@ -91,12 +91,17 @@ def float64(values: Tensor) -> Tensor:
     return values.cpu().double()
 
 
-def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+def autocast(
+    device: torch.device, dtype: torch.dtype | None = None
+) -> contextlib.AbstractContextManager:
     """Return a context of mixed precision; for float32 it does nothing.
+
+    dtype None: as select_dtype("auto", device).
 
     The context caches casts of the weights: enter a new one after each optimizer step, and for
     gradients.
     """
+    dtype = dtype or select_dtype("auto", device)
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device_type=device.type, dtype=dtype)

@@ -121,7 +121,7 @@ def start_ranks(device: torch.device) -> Ranks:
 class _Computation(nn.Module):
     """A computation with a model as the forward pass of a module, because DDP wraps modules."""
 
-    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.model = model
         self.device = device
@@ -133,10 +133,10 @@ class _Computation(nn.Module):
 
 
 def parallel(
-    model: nn.Module, ranks: Ranks, dtype: torch.dtype = torch.float32
+    model: nn.Module, ranks: Ranks, dtype: torch.dtype | None = None
 ) -> Callable[..., Any]:
     """Return a function that computes `compute(model, *inputs)` from `compute` and the inputs, in
-    mixed precision of `dtype`.
+    mixed precision of `dtype` (None: as `autocast`).
 
     With several ranks DDP starts from rank 0's weights and averages the gradients.
     """

@@ -83,7 +83,7 @@ class PolicyEvaluation:
         batches = WholeSplitBatches(
             self.text, self.length, policy.rows_at_a_time(), self.device, most
         )
-        with autocast(self.device, self.scorer.dtype):
+        with autocast(self.device):
             return -text_log_probs(policy, counted(batches, len(batches), "Evaluating"))
 
     def loss_figures(self, losses: Tensor, name: str = "") -> dict[str, Any]:
@@ -97,7 +97,7 @@ class PolicyEvaluation:
         prompts = self.prompts
         natural = prompts.natural.to(self.device)  # (P, N)
         mask = written_mask(prompts.prefix_lengths, self.length).to(self.device)  # (R, N - 1)
-        with autocast(self.device, self.scorer.dtype):
+        with autocast(self.device):
             completions = completer(natural, prompts.prefix_lengths, prompts.uniforms, Sampling())
         completer.release()
         ids = completions.ids.flatten(0, 1)  # (R, N)
@@ -179,7 +179,7 @@ def skill_on_policy(
     draw = random_stream(seed, "gate")
     crossovers = torch.from_numpy(draw.integers(1, N, size=(P, G)))
     uniforms = torch.from_numpy(draw.random((P, G, N), dtype=np.float32))
-    with autocast(device, scorer.dtype):
+    with autocast(device):
         ids = completer(natural, crossovers, uniforms, Sampling()).ids.flatten(0, 1)  # (R, N)
     completer.release()
     prediction = scorer.score_by_models(ids).natural  # (R,)

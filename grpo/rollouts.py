@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.device import autocast, random_stream, select_dtype
+from common.device import autocast, random_stream
 from common.distributed import Ranks
 from data_loader import check_length, text_rows
 from generation.completions import Completer
@@ -139,7 +139,7 @@ def sample(
     natural = prompts.natural[share].to(ranks.device)
     if is_natural:
         return Rollouts(natural, mask, None, G, totals)
-    with autocast(ranks.device, select_dtype("auto", ranks.device)):
+    with autocast(ranks.device):
         completions = completer(
             natural, prompts.prefix_lengths[share], prompts.uniforms[share], Sampling()
         )

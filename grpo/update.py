@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from common.device import autocast, select_dtype
+from common.device import autocast
 from common.distributed import Ranks, no_sync, parallel
 from generation.shared_prompts import scatter_to_mask
 from grpo import policy_loss as formulas
@@ -43,8 +43,7 @@ class Updater:
     max_kl_update: float  # nats per token: no further updates of a step above this KL from pi_old
 
     def __post_init__(self) -> None:
-        self.dtype = select_dtype("auto", self.ranks.device)
-        self.forward = parallel(self.policy, self.ranks, self.dtype)
+        self.forward = parallel(self.policy, self.ranks)
         self.optimizers = make_optimizers(
             self.policy, self.settings.optimizer, self.settings.learning_rate, weight_decay=0.0
         )
@@ -145,7 +144,7 @@ class Updater:
         for part in rollouts.micro_batches(self.policy.rows_at_a_time()):
             rows = rollouts.rows(part)
             assert rows.old_log_probs is not None  # natural text has no pi_old
-            with autocast(self.ranks.device, self.dtype):
+            with autocast(self.ranks.device):
                 log_probs = rows.log_probs(self.policy)
             total += formulas.kl_estimate(rows.old_log_probs, log_probs)[rows.mask].sum().item()
         return self.ranks.sum(total)[0] / int(rollouts.totals["num_tokens"])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.device import autocast, select_dtype
+from common.device import autocast
 from common.log import check_finite
 from reward.batches import Split, batch_of, batches_of
 from reward.heads import LikelihoodRewardModel
@@ -48,7 +48,7 @@ def log_ratios_of_split(model: LikelihoodRewardModel, split: Split) -> Tensor:
     """Return log p - log q (n, N - 1) float32 of all tokens but the first."""
     device = model.mixture.device
     log_ratios = []
-    with autocast(device, select_dtype("auto", device)):
+    with autocast(device):
         for x, _ in batches_of(split, model, "Log-likelihood ratios"):
             natural, written = model.log_probs(x)
             log_ratios.append(natural - written)

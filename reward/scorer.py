@@ -62,7 +62,6 @@ class RewardScorer:
 
     reward_model: Any  # a RewardModel; None: only functions give rewards
     reference: GPT
-    dtype: torch.dtype = torch.float32  # precision of the passes
     functions: tuple[RewardFunction, ...] = ()  # the user's
     gives_evidence: bool = True  # False: the reward of a likelihood model is P(natural)
 
@@ -113,7 +112,7 @@ class RewardScorer:
         size = rows_of_whole_groups(self.reference.rows_at_a_time(), group_size)
         group_size = min(size, group_size)
         parts = []
-        with autocast(ids.device, self.dtype):
+        with autocast(ids.device):
             for rows, mask in zip(ids.split(size), written.split(size), strict=True):
                 if self.is_ratio:
                     parts.append(self._score_by_ratio(rows, mask, group_size, keep_hidden))

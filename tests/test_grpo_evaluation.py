@@ -117,7 +117,7 @@ def test_the_gate_s_texts(generator, monkeypatch, num_blocks, gate_blocks, first
     """
     policy = build_model(load_checkpoint(generator), generator)
     tokens = np.random.default_rng(0).integers(25, size=num_blocks * 16 + 5).astype(np.uint16)
-    scorer = Mock(dtype=torch.float32)
+    scorer = Mock()
     scorer.score_by_models.side_effect = lambda ids: Scores(
         torch.zeros(len(ids), 15), torch.linspace(0, 1, len(ids))
     )

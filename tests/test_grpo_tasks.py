@@ -26,7 +26,6 @@ class TaskScorer:
     """Rewards that anyone can check, in place of a reward model."""
 
     knows_tokens = is_ratio = False
-    dtype = torch.float32
     reward_model = None
     functions = ()
 

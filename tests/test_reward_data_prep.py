@@ -64,7 +64,7 @@ def test_samples_are_drawn_as_grpo_draws_them(monkeypatch, options):
         found.add((model.lm_head.weight.dtype, cache_dtype(model)))
         return complete(model, *arguments)
 
-    monkeypatch.setattr(prep, "select_dtype", lambda name, device: torch.bfloat16)
+    monkeypatch.setattr("common.device.select_dtype", lambda name, device: torch.bfloat16)
     monkeypatch.setattr(completions, "complete", noted)
     succeed("prepare_reward_data", **options)
     assert found == {(torch.float32, torch.bfloat16)}
