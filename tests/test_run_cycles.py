@@ -258,8 +258,10 @@ def test_plan_of_two_cycles(tmp_path):
         "base_model_v1",
         "base_model_v2",
         "base_model_v3",
-        "natural_model_v1",
     ]
+    controls = [f"{name}_v3" for name in controls]
+    compared = [Path(path).stem for path in settings["controls_v3"].checkpoints]
+    assert compared == [*controls, "natural_model_v1"]
 
 
 def test_a_cycle_has_other_seeds_than_the_one_before(tmp_path):
