@@ -310,6 +310,11 @@ class Loop:
                 if not is_open:
                     generator = stage.settings.base_model_path
                     stage = Stage("policy", stage.cycle, stage.artefact, source=generator)
+            if stage.kind == "evaluation" and not is_open and self.natural_model:
+                # No controls follow, so that the natural model is measured here.
+                paths = dict.fromkeys([*stage.settings.checkpoints, self.natural_model])
+                settings = replace(stage.settings, checkpoints=tuple(paths))
+                stage = replace(stage, settings=settings)
             yield stage
             if stage.kind == "evaluation" and not is_open:
                 return
