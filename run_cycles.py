@@ -47,7 +47,7 @@ from reward.user_function import RewardFunction
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager
 from training.checkpoint import load_checkpoint
-from training.settings import TrainSettings
+from training.settings import FurtherTrainSettings, TrainSettings
 from training.stage import OUTPUTS, Stage
 
 NUM_SAMPLES = 300  # of each model, for the quality of its text, unless the section evaluate sets it
@@ -89,16 +89,6 @@ class CycleSettings(Settings):
             is_only_source = self.natural_model is None
             error = "natural_text and natural_model are both given"
             errors.check(is_only_source, error, "Leave out one of them")
-
-
-@dataclass
-class FurtherTrainSettings(TrainSettings):
-    """Settings of train.py for a model initialized from a checkpoint that run_cycles.py chooses.
-
-    An explicit init_from takes precedence.
-    """
-
-    init_from: str = ""
 
 
 # The sections of a settings file: the script that each is for, and the class of its settings.
@@ -175,12 +165,14 @@ class Loop:
         models = [f"{folder}/base_model_v1.pt", generator, policy]
         controls = self.stages_of_controls(cycle, grpo_inputs)
         # The natural model is compared last, so that the policy's figures are there earlier.
-        last_models = [str(control.artefact) for control in controls]
+        compared = [str(control.artefact) for control in controls]
         if self.natural_model:
-            last_models.append(self.natural_model)
-        if not controls:
-            models += last_models
-        stages = [
+            compared.append(self.natural_model)
+        if controls:
+            controls.append(self.evaluate("controls", cycle, compared))
+        else:
+            models += compared
+        return [
             self.stage(
                 "reward_data",
                 "prepare_reward_data",
@@ -205,19 +197,16 @@ class Loop:
             ),
             self.stage("policy", "train_grpo", cycle, output_path=policy, **grpo_inputs),
             self.evaluate("evaluation", cycle, models),
+            *controls,
         ]
-        if controls:
-            controls.append(self.evaluate("controls", cycle, last_models))
-        return stages + controls
 
     def stages_of_controls(self, cycle: int, grpo_inputs: Mapping[str, str]) -> list[Stage]:
         """Return the stages that train what the policy of a cycle is compared with."""
-        folder = self.folder
         controls = []
         if "control_plain" in self.controls:
-            start = f"{folder}/control_plain_v{cycle}.pt"
-            if cycle == 1:
-                start = grpo_inputs["base_model_path"]
+            start = grpo_inputs["base_model_path"]
+            if cycle > 1:
+                start = f"{self.folder}/control_plain_v{cycle}.pt"
             name = f"control_plain_v{cycle + 1}.pt"
             controls.append(
                 self.train("control_plain", "control_plain", cycle, name, self.corpus, start)
@@ -236,7 +225,7 @@ class Loop:
                 kind,
                 cycle,
                 allow_unpredictive_reward=True,  # the policy's gate is open, or need not be
-                output_path=f"{folder}/{kind}_v{cycle + 1}.pt",
+                output_path=f"{self.folder}/{kind}_v{cycle + 1}.pt",
                 **options,
                 **grpo_inputs,
             )
@@ -310,14 +299,13 @@ class Loop:
                 if not is_open:
                     generator = stage.settings.base_model_path
                     stage = Stage("policy", stage.cycle, stage.artefact, source=generator)
-            if stage.kind == "evaluation" and not is_open and self.natural_model:
-                # No controls follow, so that the natural model is measured here.
-                paths = dict.fromkeys([*stage.settings.checkpoints, self.natural_model])
-                settings = replace(stage.settings, checkpoints=tuple(paths))
-                stage = replace(stage, settings=settings)
-            yield stage
             if stage.kind == "evaluation" and not is_open:
+                models = [*stage.settings.checkpoints]
+                if self.natural_model:  # no controls follow, with which it would be measured
+                    models.append(self.natural_model)
+                yield self.evaluate("evaluation", stage.cycle, models)
                 return
+            yield stage
 
     def is_gate_open(self, ledger: Ledger, cycle: int) -> bool:
         """Return whether GRPO may start.

@@ -175,6 +175,7 @@ def test_a_closed_gate_carries_the_generator_on(copy, corpus, in_this_process):
     assert Ledger(out).about["planned"] == NAMES[:7]
     assert (out / "base_model_v2.pt").read_bytes() == (out / "base_model_v1.pt").read_bytes()
     assert "did not learn by GRPO" in finished.out
+    assert "natural_model_v1" in Ledger(out).figures("evaluation_v2")
     in_this_process.clear()
     config.write_text(text)
     assert loop(config, corpus, out).status == 0

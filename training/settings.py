@@ -167,3 +167,13 @@ class TrainSettings(Settings):
             errors.check(fits, f"{problem} has {name}={actual}", f"Leave out --{name}")
         self.check_contexts(config.block_size, errors)
         errors.raise_if_any()
+
+
+@dataclass
+class FurtherTrainSettings(TrainSettings):
+    """Settings of train.py for a model initialized from a checkpoint that run_cycles.py chooses.
+
+    An explicit init_from takes precedence.
+    """
+
+    init_from: str = ""
