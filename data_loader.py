@@ -248,8 +248,12 @@ def get_batch(
 
     Every rank draws the offsets of the whole batch and reads its `share` of them.
     """
-    assert len(tokens) > block_size, f"{len(tokens)} tokens: block_size + 1 are needed"
-    offsets = rng.integers(len(tokens) - block_size, size=batch_size)[share]
+    num_tokens = len(tokens)
+    require(
+        num_tokens > block_size,
+        f"block_size={block_size}: the data has {num_tokens} tokens, block_size + 1 are needed",
+    )
+    offsets = rng.integers(num_tokens - block_size, size=batch_size)[share]
     return _inputs_and_targets(text_rows(tokens, offsets, block_size + 1), device)
 
 

@@ -56,6 +56,9 @@ class Stops(SavedAttributes):
         """Return a cap in nats per token."""
         return CAPS[name] * self.characters_per_token
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({"has_warned": False, **state})  # absent in earlier versions
+
     def start(self, evaluation: Mapping[str, Any]) -> None:
         """Record the figures of the starting policy, with which later ones are compared."""
         self.start_loss = evaluation["select_loss"]

@@ -120,6 +120,8 @@ def test_batches_of_the_fewest_tokens_and_of_fewer():
     x, y = get_batch(uint16([7, 8, 9]), 2, 3, np.random.default_rng(0))
     assert x.tolist() == [[7, 8]] * 3
     assert y.tolist() == [[8, 9]] * 3
+    with pytest.raises(UserError, match=r"block_size=3: .* 3 tokens"):
+        get_batch(uint16([7, 8, 9]), 3, 3, np.random.default_rng(0))
     with pytest.raises(UserError, match=" 1 tokens"):
         WholeSplitBatches(uint16([1]), 4, 2)
 
