@@ -300,7 +300,7 @@ class Loop:
                     generator = stage.settings.base_model_path
                     stage = Stage("policy", stage.cycle, stage.artefact, source=generator)
             if stage.kind == "evaluation" and not is_open:
-                models = [*stage.settings.checkpoints]
+                models = list(stage.settings.checkpoints)
                 if self.natural_model:  # no controls follow, with which it would be measured
                     models.append(self.natural_model)
                 yield self.evaluate("evaluation", stage.cycle, models)

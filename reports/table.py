@@ -101,10 +101,11 @@ def comparison(ledger: Ledger) -> list[dict[str, str]]:
         elif name == "natural_model":
             row["seconds"] = ""
         rows.append(row)
-    for generator in before_and_after(ledger)[:1]:
+    pair = before_and_after(ledger)
+    if pair:
         row = dict.fromkeys(("model", *columns, "seconds"), "")
         row["model"] = "natural text"
-        natural = natural_text(generator)
+        natural = natural_text(pair[0])
         for head, (figure, form) in columns.items():
             if form and natural.get(figure) is not None:
                 row[head] = f"{natural[figure]:{form}}"
