@@ -186,8 +186,10 @@ class CrossoverReward:
 
     def set_weight(self, weight: float) -> None:
         """Set w, the natural model's weight. Near 1 the policy's target is the natural model."""
-        has_weight = isinstance(self.head, TwoModels)
-        require(has_weight, f"weight={weight}: a head has none: pass a natural model too")
+        require(
+            self.has_distributions,
+            f"weight={weight}: a head has none: pass a natural model too",
+        )
         require(0 < weight <= 1, f"weight={weight}: must be in (0, 1]; None: call fit()")
         self.head.mixture.data.fill_(weight).logit_(eps=1e-7)
         self.is_fitted = True
@@ -223,7 +225,7 @@ class CrossoverReward:
 
         The last token of a row counts as generated.
         """
-        return probabilities_of_rows(self.evidence(rows), [len(row) for row in rows])
+        return probabilities_of_rows(self.evidence(rows), rows)
 
     def __call__(self, prompts: Sequence[Any], completion_ids: Rows, **_: Any) -> list[float]:
         """Return E[K] / T of each prompt with its completion."""
@@ -234,15 +236,17 @@ class CrossoverReward:
         rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         lengths = [len(prompt) + self.max_completion_length for prompt in prompt_ids]
         evidence, start = self.read(rows)
-        probabilities = probabilities_of_rows(evidence, [len(row) for row in rows])
+        probabilities = probabilities_of_rows(evidence, rows)
         expected_crossovers = probabilities.sum(1)  # (B,): E[K]
         shares = (expected_crossovers.cpu() / torch.tensor(lengths)).tolist()
         return shares, evidence, start
 
     def prompt_ids(self, prompts: Sequence[Any]) -> Rows:
         """Return the token ids of prompts, texts or lists of messages, as TRL makes them."""
-        has_tokenizer = self.tokenizer is not None
-        require(has_tokenizer, "the reward has no tokenizer: pass it, or the generator's folder")
+        require(
+            self.tokenizer is not None,
+            "the reward has no tokenizer: pass it, or the generator's folder",
+        )
         if isinstance(prompts[0], str):
             return self.tokenizer(text=list(prompts))["input_ids"]
         encoded = self.tokenizer.apply_chat_template(
@@ -340,8 +344,10 @@ class CrossoverReward:
         """
         way_out = "fit the reward again"
         state = load_state(path, way_out)
-        is_of_kind = state.get("kind") == self.head.kind
-        require(is_of_kind, f"{path} does not hold {self.head.kind}: {way_out}")
+        require(
+            state.get("kind") == self.head.kind,
+            f"{path} does not hold {self.head.kind}: {way_out}",
+        )
         fitted = self.head.fitted()
         # A damaged or hostile file can hold any value in any place.
         try:
@@ -397,12 +403,13 @@ def ids_below(limit: int, tokenizer: Any) -> dict[str, int]:
     return {token: number for token, number in tokenizer.get_vocab().items() if number < limit}
 
 
-def probabilities_of_rows(evidence: Tensor, lengths: Sequence[int]) -> Tensor:
+def probabilities_of_rows(evidence: Tensor, rows: Rows) -> Tensor:
     """Return P(token is natural) (B, T) from evidence (B, T) of rows of several lengths.
 
     It is 0 after the end of a row and at its last token, because K is less than a row's length.
     """
-    is_impossible = torch.arange(evidence.size(1)) >= torch.tensor(lengths)[:, None] - 1
+    lengths = torch.tensor([len(row) for row in rows])
+    is_impossible = torch.arange(evidence.size(1)) >= lengths[:, None] - 1
     return natural_probabilities(
         evidence.masked_fill(is_impossible.to(evidence.device), -torch.inf)
     )
@@ -415,8 +422,7 @@ def load_model(name: str, dtype: Any = "auto", gguf_file: str | None = None) -> 
     """
     device = import_optional("accelerate").PartialState().device
     model_class = load_transformers().AutoModelForCausalLM
-    options = {"use_safetensors": True, "dtype": dtype, "gguf_file": gguf_file}
-    model = loaded(model_class, name, trust_remote_code=False, **options)
+    model = loaded(model_class, name, gguf_file, use_safetensors=True, dtype=dtype)
     # Quantized weights are on this process's GPU already, and may not be moved.
     if model.device.type != device.type:
         model = model.to(device)
@@ -426,7 +432,7 @@ def load_model(name: str, dtype: Any = "auto", gguf_file: str | None = None) -> 
 def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     """Load the tokenizer of a folder or hub name, with the special tokens that TRL demands."""
     tokenizer_class = load_transformers().AutoTokenizer
-    tokenizer = loaded(tokenizer_class, name, trust_remote_code=False, gguf_file=gguf_file)
+    tokenizer = loaded(tokenizer_class, name, gguf_file)
     if tokenizer.eos_token is None:
         # An id beyond the model's is never generated; padding is masked.
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
@@ -435,10 +441,10 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     return tokenizer
 
 
-def loaded(kind: Any, name: str, **options: Any) -> Any:
-    """Return `kind.from_pretrained(name)`. Raise UserError if it cannot be read."""
+def loaded(kind: Any, name: str, gguf_file: str | None, **options: Any) -> Any:
+    """Return `kind.from_pretrained(name)`; execute nothing. Raise UserError if it fails."""
     try:
-        return kind.from_pretrained(name, **options)
+        return kind.from_pretrained(name, trust_remote_code=False, gguf_file=gguf_file, **options)
     except Exception as error:  # damaged files can raise anything
         raise UserError(f"ERROR: {name} cannot be read: {first_line(error):.300}") from None
 

@@ -85,27 +85,36 @@ class CrossoverTrainer(GRPOTrainer):
     ) -> None:
         check_choice("credit", credit, ("auto", "exact", "token"))
         check_choice("kl", kl, ("reverse", "forward"))
-        is_possible = reward.has_distributions or credit != "exact"
-        rule = 'credit="exact" needs a reward with a natural model'
-        require(is_possible, f'{rule}: pass natural= to the reward, or use credit="token"')
+        require(
+            reward.has_distributions or credit != "exact",
+            'credit="exact" needs a reward with a natural model: '
+            'pass natural= to the reward, or use credit="token"',
+        )
         self.is_exact = reward.has_distributions and credit != "token"
         self.kl = kl
         args = copy.copy(args or GRPOConfig("trl_model"))
         for field, allowed in PLAIN_SAMPLING.items():
             value = getattr(args, field)
-            rule = f"must be {allowed[0]}, the sampling that the formulas score"
-            require(value in allowed, f"{field}={value}: {rule}")
+            require(
+                value in allowed,
+                f"{field}={value}: must be {allowed[0]}, the sampling that the formulas score",
+            )
         args.disable_dropout = True
         # TRL needs a function. Alone, the crossover reward is one whose advantages are replaced.
         functions = reward_funcs or [self.crossover_reward]
         super().__init__(model=model, reward_funcs=functions, args=args, **kwargs)
-        text_only = "pass its tokenizer as processing_class, because the reward reads only text"
-        require(not self._is_vlm, f"the model has a processor of images: {text_only}")
+        require(
+            not self._is_vlm,
+            "the model has a processor of images: "
+            "pass its tokenizer as processing_class, because the reward reads only text",
+        )
         name = reward.__name__
         self.has_functions = self.reward_funcs != [self.crossover_reward]
         if reward_funcs:
-            is_other = name not in self.reward_func_names
-            require(is_other, f"{name} is the trainer's own reward: rename the reward function")
+            require(
+                name not in self.reward_func_names,
+                f"{name} is the trainer's own reward: rename the reward function",
+            )
         elif self.has_functions:  # an environment of TRL has added its own reward
             self.reward_weights[0] = 0
         self.reward = reward
@@ -120,14 +129,17 @@ class CrossoverTrainer(GRPOTrainer):
             if is_same or model == reward.generator_name:
                 generator.model = policy  # read with its adapters off
         else:
-            way_out = "pass its folder, or train with LoRA"
-            is_other = policy is not generator.model
-            require(is_other, f"the reward holds the model that is trained: {way_out}")
+            require(
+                policy is not generator.model,
+                "the reward holds the model that is trained: pass its folder, or train with LoRA",
+            )
         self._token_weights: Tensor | None = None  # only while the loss of exact credit is computed
         if self.is_exact:
-            has_router = self.aux_loss_enabled
-            rule = 'credit="exact" has no loss of routers: set router_aux_loss_coef=0'
-            require(not has_router, f'{rule}, or use credit="token"')
+            require(
+                not self.aux_loss_enabled,
+                'credit="exact" has no loss of routers: '
+                'set router_aux_loss_coef=0, or use credit="token"',
+            )
             self.policy = CausalModel(policy, reward.head.natural.config.vocab_size)
             for causal_model in (self.policy, reward.head.natural, generator):
                 check_logits(causal_model)

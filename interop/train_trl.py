@@ -126,8 +126,10 @@ def main() -> None:
         # Records of earlier versions lack new settings, whose defaults change nothing.
         recorded = {**asdict(TrlSettings()), **read_json(record)}
         difference = differing_settings(recorded, compared)
-        finding = f"{folder} belongs to a different run ({difference})"
-        require(not difference, f"{finding}: choose another output_dir")
+        require(
+            not difference,
+            f"{folder} belongs to a different run ({difference}): choose another output_dir",
+        )
     trainer = make_trainer(settings)  # all processes have read the record when it returns
     if is_main_rank():
         write_json(record, compared)
@@ -152,8 +154,10 @@ def make_trainer(settings: TrlSettings) -> Any:
 
     state = PartialState()
     prompts = settings.prompts_per_step
-    rule = f"must be divisible by the {state.num_processes} processes"
-    require(prompts % state.num_processes == 0, f"prompts_per_step={prompts}: {rule}")
+    require(
+        prompts % state.num_processes == 0,
+        f"prompts_per_step={prompts}: must be divisible by the {state.num_processes} processes",
+    )
     model_path = str(settings.model)
     tokenizer = load_tokenizer(model_path)
     functions = [trl_function(name) for name in settings.reward_function]
@@ -260,8 +264,11 @@ def read_data(settings: TrlSettings, tokenizer: Any) -> tuple[Any, Tensor]:
     else:
         if column != "prompt":
             prompts = [chat[:-1] for chat in prompts]
-        finding = f"a chat in column {column!r} has no prompt before its answer"
-        require(all(prompts), f"{finding}: leave it out, or add a message")
+        require(
+            all(prompts),
+            f"a chat in column {column!r} has no prompt before its answer: "
+            "leave it out, or add a message",
+        )
         columns = rows[:cut]
         del columns[column]
     columns["prompt"] = prompts
@@ -273,8 +280,10 @@ def read_rows(paths: Sequence[str], column: str) -> Any:
     datasets = import_optional("datasets")
     datasets.disable_progress_bars()
     first = Path(paths[0])
-    has_splits = (first / "dataset_dict.json").is_file()
-    require(not has_splits, f"{first} holds several splits: name one, as {first}/train")
+    require(
+        not (first / "dataset_dict.json").is_file(),
+        f"{first} holds several splits: name one, as {first}/train",
+    )
     is_saved = (first / "state.json").is_file()
     if not is_saved and first.suffix not in DATA_FORMATS:
         require(column == "text", f"text_column={column}: {first} has no columns: leave it out")
