@@ -32,6 +32,7 @@ SAMPLES = 2  # crossover samples of a natural block
 # Nats per token by which log-probabilities of one model may differ between two precisions
 MAX_DIFFERENCE = 0.05
 REWARD_FILE = "crossover_reward.pt"  # the fitted reward, in the folder of a run or checkpoint
+NO_REFRESH = "only a head is fitted again, and with a natural model there is none"
 Rows = Sequence[Sequence[int]]  # token ids of sequences of any lengths
 
 
@@ -117,7 +118,7 @@ class CrossoverReward:
     the generator's, loaded by its name. natural_tokenizer: of a loaded natural model, to compare
     vocabularies that are padded to two sizes. max_completion_length: the tokens asked for, as in
     GRPOConfig. refresh_every: optimizer steps after which CrossoverTrainer fits the head to the
-    policy's own text again; None: never. Both models are on one device. Raise UserError if the
+    policy's own text again; None or 0: never. Both models are on one device. Raise UserError if the
     vocabularies differ or a model cannot be loaded.
 
     As a reward function of TRL's GRPOTrainer it returns E[K] / T, with T the tokens of the prompt
@@ -139,6 +140,10 @@ class CrossoverReward:
         refresh_every: int | None = None,
     ) -> None:
         require(generator is not None, "the reward has no generator: pass its folder or model")
+        require(
+            refresh_every is None or refresh_every >= 0,
+            f"refresh_every={refresh_every}: must be at least 0; 0: never",
+        )
         if tokenizer is None and isinstance(generator, str):
             tokenizer = load_tokenizer(generator)
         self.generator_name = None  # of a model that is loaded here
@@ -162,8 +167,7 @@ class CrossoverReward:
             vocab_size = generator.config.get_text_config().vocab_size
             self.head = TrunkHead(CausalModel(generator.eval(), vocab_size))
         else:
-            rule = "only a head is fitted again, and with a natural model there is none"
-            require(not refresh_every, f"refresh_every={refresh_every}: {rule}")
+            require(not refresh_every, f"refresh_every={refresh_every}: {NO_REFRESH}")
             vocab_size = common_vocab_size(natural, generator, natural_tokenizer, tokenizer)
             require(
                 natural.device == generator.device,
@@ -292,6 +296,7 @@ class CrossoverReward:
         the figures of new samples of blocks that no head is trained on, as `fit` does. Warn if the
         interval of R2 includes 0.
         """
+        require(not self.has_distributions, NO_REFRESH)
         samples = self.samples
         if samples is None:
             raise UserError("ERROR: the reward has no text to fit its head to: call fit()")

@@ -106,6 +106,8 @@ def test_what_is_saved_is_loaded_and_checked(models, fitted, tmp_path):
     two = CrossoverReward(models[1], models[0], weight=0.5)
     with pytest.raises(UserError, match="does not hold a weight of two models: fit the"):
         two.load(path)
+    with pytest.raises(UserError, match="ERROR: only a head is fitted again"):
+        two.refresh(models[0], 1)
     two.save(path)
     with pytest.raises(UserError, match="does not hold a head on 1 layers of 8 channels: fit the"):
         other.load(path)
@@ -137,6 +139,8 @@ def test_a_refresh_replaces_one_of_two_samples_of_each_block(models):
     reward = CrossoverReward(generator=models[0])
     reward.fit(blocks)
     before = reward.samples.ids.clone()
+    with pytest.raises(UserError, match="refresh_every=-1: must be at least 0"):
+        CrossoverReward(generator=models[0], refresh_every=-1)
     figures = reward.refresh(load_model(models[0]), step=4)
     assert figures["step"] == 4 and figures["num_blocks"] == 32
     ids, crossovers = reward.samples.ids, reward.samples.crossovers
