@@ -7,6 +7,7 @@ Shapes: B sequences of T tokens, V token ids; n natural blocks.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from common.log import print0
 from common.process import UserError, require, run_main, warn
 from interop.huggingface import first_line, import_optional, load_transformers
 from interop.samples import Samples, draw_samples
-from interop.trunk_head import TrunkHead
+from interop.trunk_head import TrunkHead, copy_tensors
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill
 from model import GPTConfig
 from reward.heads import LikelihoodRewardModel
@@ -269,7 +270,7 @@ class CrossoverReward:
 
         Return the figures of the other half: those of `metrics.reward_skill.measure_skill` and of
         the fit. Raise UserError, unless it is allowed, if the interval of R2 includes 0 or there
-        are too few blocks for an interval.
+        are too few blocks for an interval. After an error or Ctrl-C the reward is as before.
         """
         count, T = blocks.shape
         is_enough = count >= 4 and T >= 2
@@ -278,13 +279,18 @@ class CrossoverReward:
         samples = draw_samples(self.head.generator.model, blocks, SAMPLES, seed)
         is_report = samples.blocks >= count // 2
         select = samples.pick(~is_report)
-        figures = self._fit_head(select, samples.pick(is_report), seed)
-        if not better_than_constant(figures["r2_low"]):
-            finding = f"{self.head.finding}: {self.head.way_out}"
-            if not allow_unpredictive:
-                raise UserError(f"ERROR: {finding}, or more text")
-            warn(f"{finding}; continuing, because this is allowed")
+        before = deepcopy(self.head.fitted())
+        try:
+            figures = self._fit_head(select, samples.pick(is_report), seed)
+            if not better_than_constant(figures["r2_low"]):
+                finding = f"{self.head.finding}: {self.head.way_out}"
+                require(allow_unpredictive, f"{finding}, or more text")
+                warn(f"{finding}; continuing, because this is allowed")
+        except BaseException:  # Ctrl-C, too
+            copy_tensors(before, self.head.fitted())
+            raise
         self.is_fitted = True
+        self.figures = figures
         self.samples = select
         return figures
 
@@ -313,6 +319,7 @@ class CrossoverReward:
         figures["step"] = step
         if not better_than_constant(figures["r2_low"]):
             warn(f"step {step}: the head does not predict where the policy's text begins")
+        self.figures = figures
         return figures
 
     def _fit_head(
@@ -324,7 +331,6 @@ class CrossoverReward:
         figures.update(measure_skill(prediction, report.shares(), report.blocks, T, seed))
         figures["log_q"] = self._log_q(select)  # by which `load` knows the generator
         print0(describe_skill(figures))
-        self.figures = figures
         return figures
 
     def _log_q(self, samples: Samples) -> float:
@@ -372,10 +378,8 @@ class CrossoverReward:
         except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             reason = first_line(error).removeprefix("ERROR: ")
             raise UserError(f"ERROR: {path} is damaged ({reason}): {way_out}") from None
-        is_same = difference < MAX_DIFFERENCE
-        require(is_same, f"{path} was fitted to another generator: {way_out}")
-        for name, tensor in fitted.items():
-            tensor.copy_(tensors[name])
+        require(difference < MAX_DIFFERENCE, f"{path} was fitted to another generator: {way_out}")
+        copy_tensors(tensors, fitted)
         self.is_fitted = True
         self.figures = figures
         self.samples = samples

@@ -5,7 +5,7 @@
 Shapes: B sequences of T tokens, C channels of a hidden state; m samples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,8 +108,7 @@ class TrunkHead(nn.Module):
             losses[layer] = round(figures["val_loss"], 4)
             self.layer.fill_(layer)
             best.update(figures["val_loss"], layer, self.fitted().items(), figures)
-        for name, tensor in self.fitted().items():
-            tensor.copy_(best.weights[name])
+        copy_tensors(best.weights, self.fitted())
         best.figures["layer"] = best.at
         best.figures["val_loss_by_layer"] = losses
         print0(f"Head on layer {best.at} of {self.num_layers}; selection loss by layer: {losses}")
@@ -122,3 +121,9 @@ class TrunkHead(nn.Module):
         tensors = self.state_head.state_dict()
         tensors["layer"] = self.layer
         return tensors
+
+
+def copy_tensors(values: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    """Copy the values to the targets of the same names."""
+    for name, target in targets.items():
+        target.copy_(values[name])

@@ -77,20 +77,23 @@ def shuffled(model, natural, crossovers, seed):
 
 
 @pytest.mark.parametrize("kind", ["shuffled labels", "its own text"])
-def test_the_gate_closes_where_there_is_no_signal(models, monkeypatch, kind):
+def test_the_gate_closes_where_there_is_no_signal(models, fitted, monkeypatch, kind):
     blocks = narrow_blocks(64)
     if kind == "shuffled labels":
         monkeypatch.setattr(samples, "complete_rows", samples.complete, raising=False)
         monkeypatch.setattr(samples, "complete", shuffled)
     else:
-        model = load_model(models[0])
-        blocks = samples.complete(model, blocks, torch.ones(64, dtype=torch.int64), 0)
-    reward = CrossoverReward(generator=models[0])
-    said = "does not predict where its text begins: small models' states do not: use a larger"
-    with pytest.raises(UserError, match=f"^ERROR: [^\n]*{said}[^\n]*$"):
-        reward.fit(blocks)
+        blocks = samples.complete(load_model(models[0]), blocks, torch.ones(64).long(), 0)
+    new = CrossoverReward(generator=models[0])
+    reward, figures = fitted
+    before = reward.evidence([[60, 61]])
+    said = "does not predict where its text begins: small .*: use a larger"
+    for each in (new, reward):
+        with pytest.raises(UserError, match=f"^ERROR: [^\n]*{said}[^\n]*$"):
+            each.fit(blocks)
     with pytest.raises(UserError, match="the reward has no head yet"):
-        reward.evidence([[1, 2]])
+        new.evidence([[1, 2]])
+    assert torch.equal(reward.evidence([[60, 61]]), before) and reward.figures is figures
 
 
 def test_what_is_saved_is_loaded_and_checked(models, fitted, tmp_path):
