@@ -284,7 +284,11 @@ class CrossoverReward:
             figures = self._fit_head(select, samples.pick(is_report), seed)
             if not better_than_constant(figures["r2_low"]):
                 finding = f"{self.head.finding}: {self.head.way_out}"
-                require(allow_unpredictive, f"{finding}, or more text")
+                require(
+                    allow_unpredictive,
+                    f"{finding}, or more text; in a program, fit(..., allow_unpredictive=True) "
+                    "goes on",
+                )
                 warn(f"{finding}; continuing, because this is allowed")
         except BaseException:  # Ctrl-C, too
             copy_tensors(before, self.head.fitted())
