@@ -71,11 +71,12 @@ class TrunkHead(nn.Module):
 
     def collect(self, ids: Tensor, layers: Sequence[int]) -> Tensor:
         """Return the head's inputs (L, m, T, C + 1) float16 of sequences (m, T), on the CPU."""
-        inputs = []
-        batches = ids.split(self.generator.rows_at_a_time())
-        for part in counted(batches, len(batches), "Hidden states"):
-            inputs.append(self.inputs(part.to(self.device), layers)[0].cpu())
-        return torch.cat(inputs, 1)
+        shape = (len(layers), *ids.shape, self.num_inputs)
+        inputs = torch.empty(shape, dtype=torch.float16, device="cpu")
+        batches = torch.arange(len(ids)).split(self.generator.rows_at_a_time())
+        for rows in counted(batches, len(batches), "Hidden states"):
+            inputs[:, rows] = self.inputs(ids[rows].to(self.device), layers)[0].cpu()
+        return inputs
 
     def fit(
         self, select: Samples, report: Samples, seed: int, layers: Sequence[int] = ()
