@@ -463,4 +463,7 @@ def loaded(kind: Any, name: str, gguf_file: str | None, **options: Any) -> Any:
 
 
 if __name__ == "__main__":
-    run_main(import_optional("interop.read_text").main)
+    run_main(
+        import_optional("interop.read_text").main,
+        "With --reward_path a finished fit is kept; run the same command again.",
+    )

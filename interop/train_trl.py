@@ -361,4 +361,4 @@ def draw_prompts(tokens: Tensor, tokenizer: Any, settings: TrlSettings) -> list[
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, "A finished fit and checkpoints are kept; run the same command again.")
