@@ -125,6 +125,9 @@ def test_starts_that_do_not_go_with_the_data(options, tmp_path, corpus, generato
     message = refuse("train", **{**options, "dataset": swapped})
     assert "another train/validation split" in message and "--allow_split_mismatch" not in message
     assert not options["out_dir"].exists()
+    assert "nanoGPT's too: --init_from FOLDER/ckpt.pt" in refuse_in_one_line(
+        "train", **{**options, "init_from": "resume"}
+    )
 
 
 def test_eval_only_evaluates_the_checkpoint_that_is_named(options, generator):
