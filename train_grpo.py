@@ -48,19 +48,11 @@ from metrics.bootstrap import format_figure
 from metrics.samples import CopyFinder
 from model import GPT
 from reports.figures import GRPO, draw_curves, write_png
-from reward.heads import build_reward_model
+from reward.heads import load_reward_model
 from reward.scorer import RewardScorer
 from reward.user_function import RewardFunction
 from training.checkpoint import build_model, load_checkpoint, save_checkpoint
-from training.lineage import (
-    check_generator,
-    check_same_fields,
-    check_same_splits,
-    check_same_tokens,
-    check_tokenizer,
-    data_record,
-    hash_model,
-)
+from training.lineage import check_same_splits, check_tokenizer, data_record, hash_model
 from training.optimizers import Best, Schedule
 from training.run import RESUME_HINT, Run
 
@@ -209,13 +201,7 @@ def load_scorer(
     )
     reward_model = None
     if settings.reward_model_path is not None:
-        path = settings.reward_model_path
-        contents = load_checkpoint(path)
-        models = ("the policy", "the reward model")
-        reward_model = build_reward_model(contents, path, device)
-        check_same_fields(reference.config, contents["config"], *models)
-        check_same_tokens(base["tokenization"], contents["tokenization"], *models)
-        check_generator(path, (contents["training"] or {}).get("generator_sha256"), base_path)
+        reward_model = load_reward_model(settings.reward_model_path, base, base_path, device)
     functions = []
     for name, weight in zip(settings.reward_function or (), settings.weights, strict=True):
         functions.append(RewardFunction(name, corpus.tokenizer.decode, weight))

@@ -37,8 +37,8 @@ from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig
 from reward.posterior import crossover_loss, natural_probabilities, natural_share
 from reward.states import Standardize, with_previous
-from training.checkpoint import check_mode, load_weights
-from training.lineage import check_same_fields
+from training.checkpoint import check_mode, load_checkpoint, load_weights
+from training.lineage import check_generator, check_same_fields, check_same_tokens
 
 
 class TrunkRewardModel(GPT):
@@ -257,3 +257,15 @@ def build_reward_model(
     model = make_reward_model(contents["config"], contents["generator_config"])
     load_weights(model, contents, path)
     return model.to(device).eval()
+
+
+def load_reward_model(
+    path: str, generator: Mapping[str, Any], generator_path: str, device: torch.device
+) -> Any:
+    """Return the RewardModel at `path`; raise UserError if it is not one of a loaded generator."""
+    contents = load_checkpoint(path)
+    model = build_reward_model(contents, path, device)
+    check_same_fields(generator["config"], contents["config"], generator_path, path)
+    check_same_tokens(generator["tokenization"], contents["tokenization"], generator_path, path)
+    check_generator(path, (contents["training"] or {}).get("generator_sha256"), generator_path)
+    return model

@@ -141,7 +141,7 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(
         "evaluate", checkpoints=[other], baseline=generator, **options
     )
     pair = {"baseline": other, "reward_model_path": predictive_reward_model}
-    assert "block_size is 8 in the baseline and 16 in the reward model" in refuse_in_one_line(
+    assert f"block_size is 8 in {other} and 16 in {predictive_reward_model}" in refuse_in_one_line(
         "evaluate", checkpoints=[other], **pair, **options
     )
     record = TokenizationManager.from_text("abc").to_record()
