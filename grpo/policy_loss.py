@@ -123,12 +123,10 @@ def average_loss(
     return sums.sum() / num_tokens
 
 
-def ratio_metrics(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return ratio_mean and kl_update (k3 of KL(old || new)): means () over a float mask (B, T)."""
-    total = mask.sum().clamp(min=1)
-    ratio = (log_probs - old_log_probs).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
+def kl_of_update(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Return k3 of KL(old || new), its mean () over a float mask (B, T)."""
     kl = kl_estimate(old_log_probs, log_probs)
-    return {"ratio_mean": (ratio * mask).sum() / total, "kl_update": (kl * mask).sum() / total}
+    return (kl * mask).sum() / mask.sum().clamp(min=1)
 
 
 def policy_loss(
@@ -156,8 +154,8 @@ def policy_loss(
         -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL
 
     epsilon_high None: as epsilon_low. Differences of log-probabilities are clamped to
-    +-MAX_EXPONENT. `totals` are arguments of `average_loss`. Metrics: those of `ratio_metrics`, and
-    clip_share: the share of tokens whose gradient the clip stopped.
+    +-MAX_EXPONENT. `totals` are arguments of `average_loss`. Metrics: kl_update (`kl_of_update`),
+    and clip_share: the share of tokens whose gradient the clip stopped.
     """
     if epsilon_high is None:
         epsilon_high = epsilon_low
@@ -179,7 +177,9 @@ def policy_loss(
         reference_log_probs = reference_log_probs.masked_fill(~is_counted, 0.0)
         kl = kl_estimate(log_probs, reference_log_probs)
         per_token = per_token + beta * kl * mask
-    metrics = ratio_metrics(log_probs, old_log_probs, mask)
-    metrics["clip_share"] = (is_stopped * mask).sum() / mask.sum().clamp(min=1)
+    metrics = {
+        "kl_update": kl_of_update(log_probs, old_log_probs, mask),
+        "clip_share": (is_stopped * mask).sum() / mask.sum().clamp(min=1),
+    }
     loss = average_loss(per_token, mask, loss_type, **totals)
     return loss, {name: value.detach() for name, value in metrics.items()}

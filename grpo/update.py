@@ -194,8 +194,8 @@ def loss_of_rows(
     if rollouts.old_log_probs is None:
         return divergence, {}
     old_log_probs = rollouts.old_log_probs.masked_fill(~mask, 0.0)
-    metrics = formulas.ratio_metrics(log_probs.detach(), old_log_probs, mask.to(log_probs.dtype))
-    return divergence, metrics
+    kl = formulas.kl_of_update(log_probs.detach(), old_log_probs, mask.to(log_probs.dtype))
+    return divergence, {"kl_update": kl}
 
 
 def exact_losses(
