@@ -6,7 +6,6 @@ A record is a dict with `step`, written as one line of JSON.
 """
 
 import importlib
-import importlib.util
 import json
 import sys
 import time
@@ -170,14 +169,6 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
                 error = f"{path}, line {number} is not a record: move the file away to continue"
                 raise UserError(f"ERROR: {error}") from None
     return records
-
-
-def check_tracker(name: str) -> str:
-    """Return an error if a tracker's package is not installed, else ""."""
-    if name == "none" or importlib.util.find_spec(name) is not None:
-        return ""
-    remedy = f"pip install {name}, or use --tracker none (in train.py also --wandb_log False)"
-    return f"tracker={name} needs a package that is not installed: {remedy}"
 
 
 class Tracker:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from common.log import check_tracker
 from common.process import require
 from common.settings import Errors, Settings, setting
 
@@ -136,8 +135,7 @@ class GRPOSettings(Settings):
             f"output_path={self.output_path}: the name of a model must end in .pt",
             "Choose another name",
         )
-        tracker_error = check_tracker(self.tracker)
-        errors.check(not tracker_error, tracker_error)
+        errors.check_tracker(self.tracker)
 
     def check_functions(self, errors: Errors) -> None:
         """Note reward functions whose records would share a name, and weights that do not fit."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from common.files import is_hub_name
-from common.log import check_tracker
 from common.settings import Errors, Settings, setting
 from model import GPTConfig
 
@@ -133,8 +132,7 @@ class TrainSettings(Settings):
             f"checkpoint_name={name}: must be a plain name that ends in .pt",
             "Change --out_dir",
         )
-        missing_package = check_tracker(self.tracker)
-        errors.check(not missing_package, missing_package)
+        errors.check_tracker(self.tracker)
         of_cosine = self.min_lr is not None or self.lr_decay_iters is not None or not self.decay_lr
         errors.check(
             self.lr_schedule == "cosine" or not of_cosine,
