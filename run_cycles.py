@@ -22,7 +22,7 @@ from typing import Any
 from common.device import random_stream, select_device
 from common.files import atomic_path, lock_output
 from common.log import print0
-from common.process import UserError, require, run_child, run_main, warn
+from common.process import UserError, first_line, require, run_child, run_main, warn
 from common.settings import (
     Errors,
     Settings,
@@ -326,7 +326,7 @@ def check_stages(loop: Loop, words: Mapping[str, Sequence[str]]) -> None:
         try:
             RewardFunction(function)  # executes the file, as GRPO will after the other stages
         except UserError as error:
-            errors.check(False, f"train_grpo: {str(error).removeprefix('ERROR: ')}")
+            errors.check(False, f"train_grpo: {first_line(error)}")
     # Files that are yet to be made: it is not an error that they do not exist.
     paths = [loop.corpus, *[str(stage.artefact) for stage in stages]]
     for stage in stages:

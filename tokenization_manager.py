@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from common.files import atomic_path, hash_bytes
-from common.process import UserError, require
+from common.process import UserError, first_line, require
 
 MAX_VOCAB_SIZE = 65536  # tokens are uint16
 BPE_VOCAB_SIZE = 50257
@@ -340,7 +340,7 @@ class TokenizationManager:
                 ids = np.array(text.split(), dtype=np.int64)
                 self.decode(ids)  # check the range
         except Exception as error:  # a word without a token; a million white spaces in a row
-            reason = str(error).removeprefix("ERROR: ")
+            reason = first_line(error)
             raise UserError(f"ERROR: the tokenizer cannot encode the text: {reason:.200}") from None
         return ids.astype(np.uint16)
 

@@ -25,7 +25,7 @@ from typing import Any
 import filelock
 import torch
 
-from common.process import UserError, require, until_main_ends
+from common.process import UserError, first_line, require, until_main_ends
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CHUNK = 1 << 20  # characters or tokens that are read at a time
@@ -151,10 +151,8 @@ def load_state(path: str | Path, remedy: str = "choose another file") -> dict[st
     except MemoryError:
         raise
     except Exception as error:  # damaged bytes may raise any error
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(
-            f"ERROR: {path} is damaged or not a checkpoint: {reason}; {remedy}"
-        ) from None
+        what = "is damaged or not a checkpoint"
+        raise UserError(f"ERROR: {path} {what}: {first_line(error)}; {remedy}") from None
     if not isinstance(contents, dict):
         kind = type(contents).__name__
         raise UserError(f"ERROR: {path} holds a {kind}, not the dict of a checkpoint; {remedy}")

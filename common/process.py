@@ -41,6 +41,12 @@ def require(holds: bool, error: str) -> None:
         raise UserError(f"ERROR: {error}")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, without our prefix, or the name of its class."""
+    message = str(error).removeprefix("ERROR: ")
+    return message.partition("\n")[0] or type(error).__name__
+
+
 until_main_ends = contextlib.ExitStack()  # locks and files that stay open while main() runs
 
 
@@ -78,7 +84,7 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_BAD_INPUT)
     except (RuntimeError, MemoryError) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         if lacks_memory(error):
             remedy = "use a smaller batch, model or dataset"
             _exit(f"ERROR: out of memory ({reason}): {remedy}", EXIT_BAD_INPUT)

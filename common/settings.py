@@ -34,7 +34,7 @@ import tyro
 
 from common.files import is_hub_name, read_pieces
 from common.log import print0
-from common.process import UserError, require
+from common.process import UserError, first_line, require
 
 # Rules for the range of a number: the sign in messages, and the comparison.
 BOUNDS = {
@@ -373,9 +373,8 @@ def _read_file(path: str) -> dict[str, Any]:
                 case _:
                     raise ValueError("only plain assignments `name = value` are read, none twice")
         except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
-            reason = str(error) or type(error).__name__
             line = f"settings file {path}, line {statement.lineno}"
-            errors.check(False, f"{line}: {reason:.200}; nothing is executed")
+            errors.check(False, f"{line}: {first_line(error):.200}; nothing is executed")
     errors.raise_if_any()
     return values
 

@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 from common.files import atomic_path, hash_bytes, hash_file, read_json, write_json, write_text
-from common.process import UserError, require
+from common.process import UserError, first_line, require
 
 TINY_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -56,7 +56,7 @@ def ensure_corpus(folder: str | Path, source: str = "auto") -> Path:
         except UserError as error:
             if source == "tiny":
                 raise
-            reason = str(error).removeprefix("ERROR: ")
+            reason = first_line(error)
             print(f"corpus: the complete works instead of tiny Shakespeare ({reason})")
     works = fetch_complete_works()
     # Most works end without a newline; another one keeps last line and next title apart.

@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from common.device import evaluating, random_stream
 from common.files import load_state, save_state
 from common.log import print0
-from common.process import UserError, require, run_main, warn
-from interop.huggingface import first_line, import_optional, load_transformers
+from common.process import UserError, first_line, require, run_main, warn
+from interop.huggingface import import_optional, load_transformers
 from interop.samples import Samples, draw_samples
 from interop.trunk_head import TrunkHead, copy_tensors
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill
@@ -380,7 +380,7 @@ class CrossoverReward:
                 samples = Samples(**samples)
                 difference = abs(self._log_q(samples) - figures["log_q"])
         except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-            reason = first_line(error).removeprefix("ERROR: ")
+            reason = first_line(error)
             raise UserError(f"ERROR: {path} is damaged ({reason}): {way_out}") from None
         require(difference < MAX_DIFFERENCE, f"{path} was fitted to another generator: {way_out}")
         copy_tensors(tensors, fitted)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.files import GPT2_NAMES
-from common.process import UserError, require, warn
+from common.process import UserError, first_line, require, warn
 from model import GPTConfig
 from tokenization_manager import TokenizationManager
 
@@ -83,11 +83,6 @@ def download_model(name: str) -> Path:
             f"ERROR: {name} is not a path, and cannot be downloaded ({reason:.120}). With "
             f"a network, run `hf download {repository} --local-dir FOLDER`, then pass FOLDER"
         ) from None
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its class if it has none."""
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def read_folder(folder: str | Path) -> dict[str, Any]:

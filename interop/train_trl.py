@@ -23,11 +23,11 @@ from torch import Tensor
 from common.device import random_stream, select_dtype
 from common.files import atomic_folder, lock_output, read_json, write_json
 from common.log import print0
-from common.process import UserError, is_main_rank, require, run_main
+from common.process import UserError, first_line, is_main_rank, require, run_main
 from common.settings import Errors, Settings, differing_settings, parse_settings, setting
 from corpus.encode import find_texts, joined_pieces
 from interop.crossover_reward import REWARD_FILE, CrossoverReward, load_model, load_tokenizer
-from interop.huggingface import first_line, import_optional
+from interop.huggingface import import_optional
 from reward.user_function import RewardFunction
 
 MIN_BLOCKS = 16  # half of them are reported on; fewer give no interval

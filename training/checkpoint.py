@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from common.files import is_hub_name, load_state, save_state
-from common.process import UserError, is_main_rank, require, warn
+from common.process import UserError, first_line, is_main_rank, require, warn
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
 
@@ -85,10 +85,9 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         return checked_contents(contents)
     # A damaged or hostile file can hold any value in any place.
     except (TypeError, LookupError, AttributeError, ValueError, RuntimeError) as error:
-        reason = one_line(error).removeprefix("ERROR: ")
         raise UserError(
-            f"ERROR: {path} is damaged, or not the checkpoint of a model: {reason}; "
-            "use an earlier or another one"
+            f"ERROR: {path} is damaged, or not the checkpoint of a model: "
+            f"{first_line(error):.200}; use an earlier or another one"
         ) from None
 
 
@@ -189,11 +188,7 @@ def load_weights(model: nn.Module, contents: Record, path: str | Path) -> None:
     try:
         model.load_state_dict(contents["model"])
     except RuntimeError as error:
+        reason = " ".join(str(error).split())
         raise UserError(
-            f"ERROR: {path} is damaged: its weights do not fit its config: {one_line(error)}"
+            f"ERROR: {path} is damaged: its weights do not fit its config: {reason:.200}"
         ) from None
-
-
-def one_line(error: Exception) -> str:
-    """Return the message of an error on one line, cut to 200 characters."""
-    return " ".join(str(error).split())[:200]

@@ -17,7 +17,7 @@ from typing import Any
 from common.distributed import Ranks
 from common.files import load_state, lock_output, save_state
 from common.log import RunLog, Tracker, print0, progress
-from common.process import Finished, UserError, flag_signals, require
+from common.process import Finished, UserError, first_line, flag_signals, require
 from common.settings import Settings, changeable, differing_settings
 
 RESUME_HINT = (
@@ -157,9 +157,8 @@ class Run:
         try:
             yield
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            first_line = str(error).removeprefix("ERROR: ").partition("\n")[0]
             raise UserError(
-                f"ERROR: {self.state_path} is damaged ({name}: {first_line:.200}): "
+                f"ERROR: {self.state_path} is damaged ({name}: {first_line(error):.200}): "
                 "delete it and start from scratch"
             ) from None
 
