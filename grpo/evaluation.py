@@ -15,9 +15,9 @@ from torch import Tensor
 from common.device import autocast, random_stream
 from common.files import lock_output, write_json
 from common.log import counted, print0
-from common.process import UserError, is_main_rank, require, warn
+from common.process import UserError, is_main_rank, warn
 from corpus.corpus import Corpus
-from data_loader import ValidationParts, WholeSplitBatches, text_rows, validation_part
+from data_loader import WholeSplitBatches, evenly_spaced, text_rows, validation_part
 from generation.completions import Completer
 from generation.sampling import Sampling
 from grpo.policy_loss import kl_estimate
@@ -168,14 +168,11 @@ def skill_on_policy(
     N = completer.length
     G = GATE_SAMPLES
     device = next(completer.model.parameters()).device
-    gate = ValidationParts.of(len(tokens) // N).gate
-    require(
-        len(gate) > 0,
-        f"{len(tokens)} validation tokens are fewer than four blocks of {N}: use more text",
-    )
-    P = min(GATE_BLOCKS, len(gate))
-    blocks = gate.start + np.arange(P) * len(gate) // P
-    natural = text_rows(tokens, blocks * N, N).to(device)  # (P, N)
+    text = validation_part(tokens, N, "gate")
+    num_blocks = len(text) // N
+    P = min(GATE_BLOCKS, num_blocks)
+    blocks = evenly_spaced(np.arange(P), num_blocks, P)
+    natural = text_rows(text, blocks * N, N).to(device)  # (P, N)
     draw = random_stream(seed, "gate")
     crossovers = torch.from_numpy(draw.integers(1, N, size=(P, G)))
     uniforms = torch.from_numpy(draw.random((P, G, N), dtype=np.float32))
