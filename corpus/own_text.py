@@ -24,7 +24,8 @@ from tokenization_manager import TokenizationManager
 # the settings file for your own texts
 OWN_TEXT = str(Path(__file__).resolve().parents[1] / "config/shakespeare_library_cpu.py")
 LONG_TEXT = 1_000_000  # tokens; a model does not memorise a longer text and needs no dropout
-LARGE_VOCABULARY = 1000
+LARGE_VOCABULARY = 1000  # ids; its models have half the steps, and GRPO half the prompts
+PROMPTS = {"train_grpo": 24, "control_sampled": 8, "control_distil": 24}  # half the default's
 # The rule for the tokens of a text.
 FEWEST_LEARNED = 320  # tokens: the 256 bytes and 64 pairs
 MOST_LEARNED = 4096
@@ -122,10 +123,10 @@ def sizes_for(
     """Return options for a text of `num_tokens`, by section of the settings file OWN_TEXT.
 
     The generator of a short text gets fewer steps, because it memorises the text soon; models of a
-    large vocabulary do, because their steps take longer. `has_natural`: the natural model has read
-    other texts. If not, it is larger than the generator and learns longer, to know more of the same
-    text. `longest`: block size of an existing natural model, which then is not trained. Raise
-    UserError if it is below SHORT_CONTEXT.
+    large vocabulary do, because their steps take longer, and GRPO gets fewer prompts a step.
+    `has_natural`: the natural model has read other texts. If not, it is larger than the generator
+    and learns longer, to know more of the same text. `longest`: block size of an existing natural
+    model, which then is not trained. Raise UserError if it is below SHORT_CONTEXT.
     """
     block_size = BLOCK_SIZE
     if num_tokens < SHORT_TEXT:
@@ -153,6 +154,9 @@ def sizes_for(
             f"--batch_size={2048 // block_size}",  # about the same number of tokens in every step
             f"--max_iters={round(steps)}",
         ]
+    if vocab_size > LARGE_VOCABULARY:
+        for section, prompts in PROMPTS.items():
+            options[section] = [f"--prompts_per_step={prompts}"]
     if longest is None:
         options["natural_model"] += shape
     if num_tokens > LONG_TEXT:

@@ -96,6 +96,7 @@ def test_sizes_follow_the_length():
     assert sizes_for(80_000, 320, True)["train"][-1] == "--max_iters=600"
     assert long["control_plain"][-2:] == ["--max_iters=3000", "--dropout=0.0"]
     assert long["natural_model"][2:4] == ["--max_iters=650", "--n_layer=4"]
+    assert "train_grpo" not in short and long["train_grpo"] == ["--prompts_per_step=24"]
     given = sizes_for(80_000, 320, True, longest=70)
     assert "natural_model" not in given and given["train"][0] == "--block_size=64"
     with pytest.raises(UserError, match="block_size of 8, but at least 16 is needed"):
