@@ -57,6 +57,7 @@ def make_page(ledger: Ledger, device: torch.device) -> str:
         expectation=summary.expectation(ledger),
         status=summary.status(ledger),
         sentence=summary.sentence(ledger),
+        reason=summary.reason(ledger),
         numbers=summary.numbers(ledger),
         functions=summary.task_functions(ledger),
         pair=summary.before_and_after(ledger),

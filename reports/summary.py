@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from metrics.bootstrap import bootstrap_mean, widened
+from metrics.bootstrap import bootstrap_mean, format_figure, widened
 from reports.ledger import Ledger, Record
 
 GENERATOR = "base_model_v1"
@@ -26,6 +26,7 @@ MIN_NATURAL_GAIN = 0.1  # nats per character
 BETTER = "better"
 WORSE = "worse"
 NO_DIFFERENCE = "no difference shown"
+SAME_TEXT = "another model of the same text"  # what the generator is trained with
 # The figures that are compared, and the values of the same blocks of text, or of the same prompts.
 PAIRED = {"calibrated_loss": "blocks", "judge_loss": "judge_by_sample"}
 NOT_MEASURED: dict[str, Any] = {
@@ -136,27 +137,18 @@ def compare(policy: Record, other: Record, name: str) -> dict[str, Any]:
 
 def headline(ledger: Ledger) -> list[str]:
     """Return the lines that end a run in the terminal; the page begins with the same."""
-    lines = [expectation(ledger), status(ledger), sentence(ledger)]
+    lines = [expectation(ledger), status(ledger), sentence(ledger), reason(ledger)]
     for number in numbers(ledger):
         lines.append(f"{number['label']}: {number['before']} -> {number['after']}")
     return [line for line in lines if line]
 
 
 def expectation(ledger: Ledger) -> str:
-    """Return a warning if the natural model is hardly better than the generator, or "".
-
-    Their losses are those of the select part.
-    """
-    generator = ledger.figures(GENERATOR)
-    natural = ledger.figures("natural_model_v1")
-    if not natural or "characters_per_token" not in generator:  # records of earlier versions
+    """Return a warning if the natural model is hardly better than the generator, or ""."""
+    losses = select_losses(ledger)
+    if losses is None:
         return ""
-    name = "select_loss"
-    if "calibrated_loss" in generator and "calibrated_loss" in natural:
-        name = "calibrated_loss"
-    characters = generator["characters_per_token"]
-    own_loss = generator[name] / characters
-    natural_loss = natural[name] / characters
+    own_loss, natural_loss = losses
     if own_loss - natural_loss >= MIN_NATURAL_GAIN:
         return ""
     return (
@@ -165,6 +157,56 @@ def expectation(ledger: Ledger) -> str:
         f"{own_loss:.2f}. "
         "Give more text of the same kind with --natural_text."
     )
+
+
+def select_losses(ledger: Ledger) -> tuple[float, float] | None:
+    """Return the losses of generator and natural model on the select part, in nats per character.
+
+    Return None if no stage trains a natural model.
+    """
+    generator = ledger.figures(GENERATOR)
+    natural = ledger.figures("natural_model_v1")
+    if not natural or "characters_per_token" not in generator:  # records of earlier versions
+        return None
+    name = "select_loss"
+    if "calibrated_loss" in generator and "calibrated_loss" in natural:
+        name = "calibrated_loss"
+    characters = generator["characters_per_token"]
+    return generator[name] / characters, natural[name] / characters
+
+
+def reason(ledger: Ledger) -> str:
+    """Return why the policy's text is not shown to be better than the generator's or than that of
+    plain training, or "".
+
+    Add nothing to an `expectation`. With a task, the task's reward decides.
+    """
+    cycle = last_cycle(ledger)
+    if not cycle or expectation(ledger) or task_functions(ledger):
+        return ""
+    models = evaluated_models(ledger, cycle)
+    policy = models[f"base_model_v{cycle + 1}"]
+    others = {"the generator's": GENERATOR, "plain training's": f"control_plain_v{cycle + 1}"}
+    lines = []
+    for label, name in others.items():
+        figures = compare(policy, models.get(name, {"judge_loss": None}), "judge_loss")
+        if figures["verdict"] not in (WORSE, NO_DIFFERENCE):
+            continue
+        line = (
+            f"The policy's text is not shown to be better than {label}: the judge's loss differs "
+            f"by {format_figure(figures, 'difference', '+.2f')}"
+        )
+        if figures["verdict"] == NO_DIFFERENCE:
+            line += ", which chance can explain"
+        lines.append(f"{line}.")
+    losses = select_losses(ledger)
+    if lines and losses is not None and _teacher(ledger) == SAME_TEXT:
+        lines.append(
+            "The natural model learned the same text, and its loss is "
+            f"{losses[0] - losses[1]:.2f} nats per character below the generator's. Text that the "
+            "generator does not read, given with --natural_text, can teach more."
+        )
+    return " ".join(lines)
 
 
 def status(ledger: Ledger) -> str:
@@ -247,7 +289,7 @@ def _teacher(ledger: Ledger) -> str:
     settings = ledger.about["settings"]
     if "natural_model_v1" in ledger.about["planned"]:
         if settings["natural_dataset"] in (None, settings["dataset"]):
-            return "another model of the same text"
+            return SAME_TEXT
         return f"a model of {_texts(ledger, 'natural_dataset', 'other ')}"
     reward_model = ledger.records.get("reward_model_v1", {"settings": {}})
     path = settings["natural_model"] or reward_model["settings"].get("natural_model_path")

@@ -19,7 +19,7 @@ from reports import figures
 from reports.ledger import Ledger
 from reports.page import make_page, write_page
 from reports.passages import pieces, read_passages
-from reports.summary import cycles_since_best, headline, sentence
+from reports.summary import cycles_since_best, headline, reason, sentence
 from reports.table import comparison, further_figures
 from reward_dataset_loader import RewardDataset
 from tokenization_manager import TokenizationManager
@@ -216,6 +216,28 @@ def test_a_natural_model_that_is_hardly_better_comes_first():
     assert "the generator's, 2.00. " in line and "--natural_text" in line
     earlier = make_ledger(natural_model_v1=figures_of_natural, base_model_v1={"select_loss": 2.0})
     assert len(headline(earlier)) == 4  # a record of a version without characters_per_token
+
+
+def test_a_policy_whose_text_is_not_better_has_a_reason():
+    """Beside the generator and plain training, once these are measured."""
+    assert reason(make_ledger()) == ""
+    models = {**MODELS, "base_model_v2": evaluated(2.48, 0.2, 1.769, 0.6, 0.1)}
+    ledger = make_ledger(evaluation_v2=models)
+    start = "The policy's text is not shown to be better than"
+    chance = (
+        f"{start} the generator's: the judge's loss differs by -0.01 (-0.06 to +0.03), which "
+        f"chance can explain. {start} plain training's: the judge's loss differs by +0.03 (-0.01 "
+        "to +0.08), which chance can explain."
+    )
+    assert reason(ledger) == chance
+    ledger.about["settings"]["natural_dataset"] = None
+    assert reason(ledger).startswith(
+        f"{chance} The natural model learned the same text, and its loss is 0.40 nats per char"
+    )
+    assert chance.replace("'", "&#39;") in make_page(ledger, CPU)
+    controls = {**CONTROLS, "control_plain_v2": evaluated(1.9, 0.206, 1.92, 0.27)}
+    worse = f"{start} plain training's: the judge's loss differs by +0.04 (+0.04 to +0.05)."
+    assert worse in headline(make_ledger(controls_v2=controls))
 
 
 def rewarded(reward: float) -> dict:
