@@ -4,8 +4,8 @@
 
 Input: a corpus that data/NAME/prepare.py has made. Trains generators by
 config/shakespeare_complete_cpu.py for several numbers of steps, makes reward data with each, and
-trains every head on them. Prints a table: R2 with its 95% interval, mean absolute error (MAE) and
-AUC, on the report part of the validation data. What exists in out_dir is not made again.
+trains every head on them. Prints a table: R2 with its 95% interval, and mean absolute error
+(MAE), on the report part of the validation data. What exists in out_dir is not made again.
 """
 
 import sys
@@ -52,8 +52,8 @@ def main() -> None:
     rows = []
     for iters in settings.generator_iters:
         rows += measure_heads(settings, iters)
-    print("\n| generator's loss | head | R2 (95 %) | MAE, tokens | AUC |")
-    print("| --- | --- | --- | --- | --- |")
+    print("\n| generator's loss | head | R2 (95 %) | MAE, tokens |")
+    print("| --- | --- | --- | --- |")
     for row in rows:
         print(row)
 
@@ -106,10 +106,7 @@ def measure_heads(settings: RewardModelsSettings, iters: int) -> list[str]:
         )
         skill = load_checkpoint(path)["training"]["skill"]
         r2 = format_figure(skill, "r2", ".3f")
-        auc = "undefined"
-        if skill["auc"] is not None:
-            auc = f"{skill['auc']:.3f}"
-        rows.append(f"| {loss:.3f} | {head} | {r2} | {skill['mae_tokens']:.1f} | {auc} |")
+        rows.append(f"| {loss:.3f} | {head} | {r2} | {skill['mae_tokens']:.1f} |")
     return rows
 
 

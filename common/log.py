@@ -32,7 +32,6 @@ SHOWN = (
     "calibrated_loss",
     "report_loss",
     "mae",
-    "auc",
 )
 
 

@@ -1,4 +1,4 @@
-"""Measure how well a reward model predicts: R2 with its interval, MAE and AUC.
+"""Measure how well a reward model predicts: R2 with its interval, and MAE.
 
     python -c "import torch, metrics.reward_skill as s; x = torch.rand(9); print(s.r_squared(x, x))"
 
@@ -16,10 +16,6 @@ from torch import Tensor
 
 from common.device import float64
 from metrics.bootstrap import bootstrap_interval, format_figure
-
-# The AUC compares sequences with K/N >= MOSTLY_NATURAL with those with K/N <= MOSTLY_WRITTEN.
-MOSTLY_NATURAL = 0.9
-MOSTLY_WRITTEN = 0.1
 
 
 def float64_pair(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,28 +63,14 @@ def r_squared(prediction: Tensor, target: Tensor) -> float | None:
     return float(1 - (prediction - target).square().sum() / (target - target.mean()).square().sum())
 
 
-def area_under_curve(positive: Tensor, negative: Tensor) -> float | None:
-    """Return P(a positive (n,) > a negative (m,)), counting ties half, or None if one is empty."""
-    if len(positive) == 0 or len(negative) == 0:
-        return None
-    ordered = float64(negative).sort().values
-    below = torch.searchsorted(ordered, float64(positive), right=False)
-    not_above = torch.searchsorted(ordered, float64(positive), right=True)
-    return float(float64(below + not_above).mean() / (2 * len(negative)))
-
-
 def skill_figures(prediction: Tensor, target: Tensor, num_tokens: int) -> dict[str, float | None]:
-    """Return R2 (None if undefined), MAE as a share and in tokens, and AUC."""
+    """Return R2 (None if undefined), and MAE as a share and in tokens."""
     share, truth = float64_pair(prediction, target)
-    crossovers = (truth * num_tokens).round()
-    natural = share[crossovers >= math.ceil(MOSTLY_NATURAL * num_tokens)]
-    written = share[crossovers <= math.floor(MOSTLY_WRITTEN * num_tokens)]
     mae = float((share - truth).abs().mean())
     return {
         "r2": r_squared(share, truth),
         "mae": mae,
         "mae_tokens": mae * num_tokens,
-        "auc": area_under_curve(natural, written),
     }
 
 
@@ -111,13 +93,9 @@ def measure_skill(
 
 def describe_skill(skill: Mapping[str, Any]) -> str:
     """Return the figures of `measure_skill` as lines of text."""
-    auc = "undefined"
-    if skill["auc"] is not None:
-        auc = f"{skill['auc']:.3f}"
     mae = f"{skill['mae_tokens']:.1f} of {skill['num_tokens']} tokens"
     lines = (
         f"  R2 {format_figure(skill, 'r2')}, 95% interval in brackets; a constant has 0",
         f"  MAE {mae}, {skill['mae']:.4f} of the sequence (a constant: about 0.25)",
-        f"  AUC {auc}: K >= {MOSTLY_NATURAL:g} N against K <= {MOSTLY_WRITTEN:g} N",
     )
     return "\n".join(lines)

@@ -72,7 +72,7 @@ def evaluated(
     }
 
 
-SKILL = {"r2": 0.5, "r2_low": 0.4, "r2_high": 0.6, "auc": 0.912345}
+SKILL = {"r2": 0.5, "r2_low": 0.4, "r2_high": 0.6, "mae_tokens": 3.12345}
 POLICY = {"steps": 8, "kept_step": 6, "stop_reason": "plateau"}
 MODELS = {
     "base_model_v1": evaluated(2.493, 0.212, 1.928, 0.251),
@@ -488,7 +488,7 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     assert not re.search(r"(src|href)=\"?http", page)
     passages = read_passages(tmp_path / "reward_data_v1", tmp_path / "reward_model_v1.pt", CPU)
     assert all(f"K is after {passage.crossover} tokens" in page for passage in passages)
-    assert "n_layer 3, learning_rate 0.001, r2 0.5, auc 0.9123" in page
+    assert "n_layer 3, learning_rate 0.001, r2 0.5, mae_tokens 3.123" in page
 
 
 def test_page_with_missing_parts(tmp_path, capsys):
