@@ -208,7 +208,7 @@ def validation_part(tokens: np.ndarray, block_size: int, name: str) -> np.ndarra
     require(
         name != "gate" or len(blocks) > 0,
         f"the gate part of {num_blocks} blocks (block_size={block_size}) is empty: 4 are needed: "
-        "use more text, or choose another part",
+        "use more text",
     )
     start = blocks.start * block_size
     if blocks.stop == num_blocks:

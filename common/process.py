@@ -43,7 +43,7 @@ def require(holds: bool, error: str) -> None:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, without our prefix, or the name of its class."""
-    message = str(error).removeprefix("ERROR: ")
+    message = str(error).strip().removeprefix("ERROR: ")
     return message.partition("\n")[0] or type(error).__name__
 
 

@@ -286,8 +286,8 @@ class CrossoverReward:
                 finding = f"{self.head.finding}: {self.head.way_out}"
                 require(
                     allow_unpredictive,
-                    f"{finding}, or more text; in a program, fit(..., allow_unpredictive=True) "
-                    "goes on",
+                    f"{finding}, or more text; in a program, pass allow_unpredictive=True to fit "
+                    "to continue",
                 )
                 warn(f"{finding}; continuing, because this is allowed")
         except BaseException:  # Ctrl-C, too

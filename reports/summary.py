@@ -1,4 +1,4 @@
-"""What a run shows: one sentence, three numbers, and the comparisons behind them.
+"""What a run shows: a sentence, a reason, three numbers, and the comparisons behind them.
 
     python -c "import reports.summary as s; print(s.headline(s.Ledger(s.Path('out/my_novel'))))"
 
@@ -26,6 +26,7 @@ MIN_NATURAL_GAIN = 0.1  # nats per character
 BETTER = "better"
 WORSE = "worse"
 NO_DIFFERENCE = "no difference shown"
+SHORTCOMINGS = {NO_DIFFERENCE: "not shown to be better than", WORSE: "worse than"}
 SAME_TEXT = "another model of the same text"  # what the generator is trained with
 # The figures that are compared, and the values of the same blocks of text, or of the same prompts.
 PAIRED = {"calibrated_loss": "blocks", "judge_loss": "judge_by_sample"}
@@ -109,11 +110,14 @@ def task_functions(ledger: Ledger) -> list[str]:
 def compare(policy: Record, other: Record, name: str) -> dict[str, Any]:
     """Return the difference policy - other of a figure in PAIRED, its interval and a verdict.
 
-    The verdict is "" and there is no difference if one of the two is not measured.
+    The verdict is "" and there is no difference if one of the two is not measured, or not on the
+    same blocks or prompts.
     """
     if policy[name] is None or other[name] is None:
         return {"verdict": ""}
     pairs = PAIRED[name]
+    if len(policy[pairs]) != len(other[pairs]):  # measured with other settings, until a next stage
+        return {"verdict": ""}
     differences = torch.tensor(policy[pairs]) - torch.tensor(other[pairs])
     figures: dict[str, Any] = bootstrap_mean("difference", differences, SEED)
     if name == "judge_loss":  # each model has the error of its own temperature
@@ -155,8 +159,15 @@ def expectation(ledger: Ledger) -> str:
         f"Expect text that is hardly more natural: the natural model's loss, {natural_loss:.2f} "
         f"nats per character, is not at least {MIN_NATURAL_GAIN} below the generator's, "
         f"{own_loss:.2f}. "
-        "Give more text of the same kind with --natural_text."
+        f"Give more text of the same kind with --{natural_option(ledger)}."
     )
+
+
+def natural_option(ledger: Ledger) -> str:
+    """Return the name of the option for the natural model's text."""
+    if ledger.about["settings"]["text"]:
+        return "natural_text"
+    return "natural_dataset"
 
 
 def select_losses(ledger: Ledger) -> tuple[float, float] | None:
@@ -190,21 +201,18 @@ def reason(ledger: Ledger) -> str:
     lines = []
     for label, name in others.items():
         figures = compare(policy, models.get(name, {"judge_loss": None}), "judge_loss")
-        if figures["verdict"] not in (WORSE, NO_DIFFERENCE):
-            continue
-        line = (
-            f"The policy's text is not shown to be better than {label}: the judge's loss differs "
-            f"by {format_figure(figures, 'difference', '+.2f')}"
-        )
-        if figures["verdict"] == NO_DIFFERENCE:
-            line += ", which chance can explain"
-        lines.append(f"{line}.")
+        if figures["verdict"] in SHORTCOMINGS:
+            lines.append(
+                f"The policy's text is {SHORTCOMINGS[figures['verdict']]} {label}: the judge's "
+                f"loss differs by {format_figure(figures, 'difference', '+.2f')}, and lower is "
+                "better."
+            )
     losses = select_losses(ledger)
     if lines and losses is not None and _teacher(ledger) == SAME_TEXT:
         lines.append(
-            "The natural model learned the same text, and its loss is "
-            f"{losses[0] - losses[1]:.2f} nats per character below the generator's. Text that the "
-            "generator does not read, given with --natural_text, can teach more."
+            "The natural model learned the same text. On the select part its loss is "
+            f"{losses[0] - losses[1]:.2f} nats per character below the generator's: text that the "
+            f"generator does not read, given with --{natural_option(ledger)}, can teach more."
         )
     return " ".join(lines)
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.device import autocast
+from common.process import require
 from generation.shared_prompts import SharedPrompts, rows_of_whole_groups, scatter_to_mask
 from losses import token_log_probs
 from model import GPT
@@ -56,7 +57,7 @@ class Scores:
 class RewardScorer:
     """Scores sequences with frozen models: a reward model, and the reference, the policy's start.
 
-    The reference is the generator of a likelihood model.
+    Raise UserError if the generator of a likelihood model is not the reference.
     """
 
     reward_model: Any  # a RewardModel; None: only functions give rewards
@@ -69,8 +70,15 @@ class RewardScorer:
         self.reference.requires_grad_(False)
         self.is_ratio = model is not None and model.is_ratio  # a likelihood model
         self.knows_tokens = model is not None and model.knows_tokens  # has an output per token
-        if model is not None:
-            model.requires_grad_(False)
+        if model is None:
+            return
+        model.requires_grad_(False)
+        is_start = not model.is_ratio or have_same_weights(model.generator, self.reference)
+        require(
+            is_start,
+            "the generator in the reward model is not the policy's start: train a reward model for "
+            "this generator",
+        )
 
     @torch.no_grad()
     def __call__(
@@ -163,6 +171,15 @@ def mean_over_mask(values: Tensor, mask: Tensor) -> Tensor:
     if values.dim() == 1:
         return values
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def have_same_weights(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether two modules have equal weights under equal names."""
+    weights = one.state_dict()
+    other_weights = other.state_dict()
+    if weights.keys() != other_weights.keys():
+        return False
+    return all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
 def concatenated(parts: list[Scores]) -> Scores:

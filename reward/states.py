@@ -101,6 +101,7 @@ def train_state_head(
     optimizers = make_optimizers(head, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     stopping = EarlyStopping(PATIENCE)
     best = Best()
+    head.zero_grad()  # an interrupted training may have left gradients
     for epoch in counted(range(1, MAX_EPOCHS + 1), MAX_EPOCHS, title):
         order = torch.from_numpy(random_stream(seed, "order", epoch).permutation(len(train[1])))
         for rows in order.split(BATCH_SIZE):

@@ -144,6 +144,11 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(
     assert f"block_size is 8 in {other} and 16 in {predictive_reward_model}" in refuse_in_one_line(
         "evaluate", checkpoints=[other], **pair, **options
     )
+    same = make_checkpoint(tmp_path / "same.pt", record["vocab_size"], record, block_size=16)
+    pair["baseline"] = same
+    assert "was made with another generator" in refuse_in_one_line(
+        "evaluate", checkpoints=[same], **pair, **options
+    )
     record = TokenizationManager.from_text("abc").to_record()
     strange = make_checkpoint(tmp_path / "strange.pt", 3, record)
     assert "char (vocab_size=3) in the model" in refuse_in_one_line(

@@ -104,6 +104,7 @@ def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
     finished.
     """
     settings = {
+        "text": ["plays"],
         "dataset": "data/plays",
         "natural_dataset": "lib",
         "natural_model": None,
@@ -225,19 +226,30 @@ def test_a_policy_whose_text_is_not_better_has_a_reason():
     ledger = make_ledger(evaluation_v2=models)
     start = "The policy's text is not shown to be better than"
     chance = (
-        f"{start} the generator's: the judge's loss differs by -0.01 (-0.06 to +0.03), which "
-        f"chance can explain. {start} plain training's: the judge's loss differs by +0.03 (-0.01 "
-        "to +0.08), which chance can explain."
+        f"{start} the generator's: the judge's loss differs by -0.01 (-0.06 to +0.03), and lower "
+        f"is better. {start} plain training's: the judge's loss differs by +0.03 (-0.01 to +0.08), "
+        "and lower is better."
     )
     assert reason(ledger) == chance
     ledger.about["settings"]["natural_dataset"] = None
-    assert reason(ledger).startswith(
-        f"{chance} The natural model learned the same text, and its loss is 0.40 nats per char"
-    )
+    same = f"{chance} The natural model learned the same text. On the select part its loss is 0.40"
+    assert reason(ledger).startswith(same) and "with --natural_text" in reason(ledger)
+    ledger.about["settings"]["text"] = []
+    assert reason(ledger).startswith(same) and "with --natural_dataset" in reason(ledger)
     assert chance.replace("'", "&#39;") in make_page(ledger, CPU)
     controls = {**CONTROLS, "control_plain_v2": evaluated(1.9, 0.206, 1.92, 0.27)}
-    worse = f"{start} plain training's: the judge's loss differs by +0.04 (+0.04 to +0.05)."
+    worse = (
+        "The policy's text is worse than plain training's: the judge's loss differs by +0.04 "
+        "(+0.04 to +0.05), and lower is better."
+    )
     assert worse in headline(make_ledger(controls_v2=controls))
+    other = {
+        **MODELS["base_model_v1"],
+        "blocks": [],
+        "quality": {**MODELS["base_model_v1"]["quality"], "judge_by_sample": []},
+    }
+    remade = make_ledger(evaluation_v2={**MODELS, "base_model_v1": other})
+    assert reason(remade) == "" and len(comparison(remade)) == 7
 
 
 def rewarded(reward: float) -> dict:

@@ -96,8 +96,8 @@ class Run:
         state = self._read_state()
         if state is None:
             raise UserError(
-                f"ERROR: nothing to resume: {self.state_path} not found; start with --init_from "
-                "scratch, or train.py from a checkpoint, nanoGPT's too: --init_from FOLDER/ckpt.pt"
+                f"ERROR: nothing to resume: {self.state_path} not found; use --init_from "
+                "scratch. train.py also starts from checkpoints: --init_from nanoGPT/out/ckpt.pt"
             )
         difference = self._difference(state, changeable(type(self.settings)))
         if difference:
