@@ -31,12 +31,13 @@ def evaluate(tmp_path, **options) -> dict:
 
 
 def test_perplexity_by_hand(generator):
-    """All targets weigh the same, in batches of other sizes too; -1 is none, and the mode is as
-    before.
+    """All targets weigh the same, in batches of other sizes too; -1 is none, also in a batch
+    without any other; the mode is as before.
     """
     model = build_model(load_checkpoint(generator), generator).train()
     x, y = torch.randint(10, (5, 8)), torch.randint(10, (5, 8))
-    y[0, :3] = -1
+    y[0] = -1
+    y[1, :3] = -1
     with torch.no_grad():
         logits = model.eval().logits(model.trunk(x))
     expected = math.exp(F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1))
@@ -45,6 +46,7 @@ def test_perplexity_by_hand(generator):
         expected, rel=1e-5
     )
     assert model.training
+    assert calculate_perplexity(model, [(x[:1], y[:1])], "cpu") == math.inf
     assert calculate_perplexity(model, [], "cpu") == math.inf
 
 

@@ -43,20 +43,6 @@ def tiny_gpt(dropout: float = 0.0) -> GPT:
     )
 
 
-def test_language_model_loss_leaves_ignored_targets_out():
-    """This includes batches without other targets, whose mean loss is NaN."""
-    model = tiny_gpt()
-    x, y = torch.randint(7, (2, 3, 4))
-    ignored = torch.full_like(y, -1)
-    partly = torch.where(torch.rand(y.shape) < 0.5, -1, y)
-    batches = [(x, partly), (x, ignored), (x[:1], y[:1])]
-    counts = [int((y != -1).sum()) for _, y in batches]
-    with torch.no_grad():
-        expected = sum(float(model(*batches[i])[1]) * counts[i] for i in (0, 2)) / sum(counts)
-    assert language_model_loss(model, batches) == pytest.approx(expected, rel=1e-5)
-    assert language_model_loss(model, [(x, ignored)]) == math.inf
-
-
 def test_log_probs_of_a_text_and_its_loss_agree():
     """Both run without dropout, and leave the model in training mode."""
     model = tiny_gpt(dropout=0.5).train()
