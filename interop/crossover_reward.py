@@ -85,7 +85,7 @@ class TwoModels(LikelihoodRewardModel):
     kind = "a weight of two models"
     missing = "the reward has no weight yet: call its fit(), or pass weight="
     finding = "the reward does not predict where the generator's text begins"
-    way_out = "use a better natural model"
+    way_out = "add text, or use a better natural model"
 
     def read(self, idx: Tensor) -> tuple[Tensor, Tensor]:
         """Return evidence log(m/q) (B, T) and log-probabilities under q (B, T - 1) of ids (B, T).
@@ -286,8 +286,7 @@ class CrossoverReward:
                 finding = f"{self.head.finding}: {self.head.way_out}"
                 require(
                     allow_unpredictive,
-                    f"{finding}, or more text; in a program, pass allow_unpredictive=True to fit "
-                    "to continue",
+                    f"{finding} (a program continues with fit(..., allow_unpredictive=True))",
                 )
                 warn(f"{finding}; continuing, because this is allowed")
         except BaseException:  # Ctrl-C, too

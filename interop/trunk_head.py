@@ -5,6 +5,7 @@
 Shapes: B sequences of T tokens, C channels of a hidden state; m samples.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ class TrunkHead(nn.Module):
 
     missing = "the reward has no head yet: call its fit(), or load()"
     finding = "the head on this model's states does not predict where its text begins"
-    way_out = "small models' states do not: use a larger model, or a natural model"
+    way_out = "add text (512 blocks are best), use a larger model, or a natural model"
     layer: Tensor  # () int64: number of blocks before the states that are read
 
     def __init__(self, generator: Any) -> None:
@@ -106,13 +107,18 @@ class TrunkHead(nn.Module):
             title = f"Head on layer {layer}"
             chosen_by = (x[cut:], labels[cut:])
             figures = train_state_head(self.state_head, train, chosen_by, seed, title)
-            losses[layer] = round(figures["val_loss"], 4)
+            losses[layer] = figures["val_loss"]
             self.layer.fill_(layer)
             best.update(figures["val_loss"], layer, self.fitted().items(), figures)
         copy_tensors(best.weights, self.fitted())
         best.figures["layer"] = best.at
         best.figures["val_loss_by_layer"] = losses
-        print0(f"Head on layer {best.at} of {self.num_layers}; selection loss by layer: {losses}")
+        by_layer = ", ".join(f"{layer}: {loss:.3f}" for layer, loss in losses.items())
+        constant = math.log(select.ids.size(1) - 1)  # of equal P(K)
+        print0(
+            f"Head on layer {best.at} of {self.num_layers}; selection loss, -log P(K), by layer: "
+            f"{by_layer} (a constant: {constant:.3f})"
+        )
         batches = report.ids.split(self.generator.rows_at_a_time())
         evidence = [self.read(part.to(self.device))[0] for part in batches]
         return best.figures, natural_share(torch.cat(evidence)).cpu()

@@ -77,7 +77,7 @@ def present_text(
 
     crossover = reading.crossover
     place = characters(crossover)
-    finding = f"{name} is natural to its end"
+    finding = f"{name} is most likely natural to its end"
     if crossover < n:
         finding = f"In {name} the model's own writing begins after {place:,} characters"
         if reading.high == n:
@@ -88,7 +88,8 @@ def present_text(
     lines = [
         f"{finding} (K = {crossover:,} of {n:,} tokens).",
         f"95 % interval: {interval} of {len(text):,} characters. "
-        f"Probability that all of the text is natural: {reading.natural[-1]:.3f}.",
+        f"Probability that all of the text is natural: {reading.natural[-1]:.3f}; 0.5 before it is "
+        "read.",
         f"Around K: ...{before} | {after}",
         f"This is about the writing of {generator}, at temperature 1. It is no detector of other "
         "models, and natural text of another kind can mislead it.",

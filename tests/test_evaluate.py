@@ -210,7 +210,9 @@ def test_the_beginning_of_generated_text_is_found(reading, tmp_path):
     assert finished.err == (
         "WARNING: weak.pt is not shown to predict where its generator begins to write\n"
     )
-    assert finished.out.startswith("natural.txt is natural to its end (K = 300 of 300 tokens).")
+    assert finished.out.startswith(
+        "natural.txt is most likely natural to its end (K = 300 of 300 tokens)."
+    )
     assert 'id="k"' not in (tmp_path / "natural.html").read_text()
 
 

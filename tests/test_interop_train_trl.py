@@ -96,14 +96,14 @@ def test_train_trl_trains_and_goes_on(options, functions, tmp_path):
 def test_train_trl_needs_no_natural_model(options, tmp_path, monkeypatch):
     del options["natural_model"]
     printed = refuse_in_one_line("interop.train_trl", **options)
-    assert "does not predict where its text begins: small models' states do not" in printed
+    assert "does not predict where its text begins: add text (512 blocks are best), use" in printed
     monkeypatch.setattr("interop.crossover_reward.better_than_constant", bool)
     options["refresh_every"] = 1
     printed = succeed("interop.train_trl", **options)
-    assert printed.count("selection loss by layer") == 2  # of fit() and at step 1
+    assert printed.count("selection loss, -log P(K), by layer: ") == 2  # of fit() and at step 1
     options["max_steps"] = 3
     printed = succeed("interop.train_trl", **options)
-    assert printed.count("selection loss by layer") == 1  # at step 2
+    assert printed.count("selection loss, -log P(K), by layer: ") == 1  # at step 2
     state = read_json(tmp_path / "trained/checkpoint-3/trainer_state.json")
     assert "crossover/refresh_r2" in state["log_history"][2]
     options["natural_model"] = options["model"]
