@@ -85,7 +85,7 @@ class TwoModels(LikelihoodRewardModel):
     kind = "a weight of two models"
     missing = "the reward has no weight yet: call its fit(), or pass weight="
     finding = "the reward does not predict where the generator's text begins"
-    way_out = "add text, or use a better natural model"
+    way_out = "use a better natural model, or more text"
 
     def read(self, idx: Tensor) -> tuple[Tensor, Tensor]:
         """Return evidence log(m/q) (B, T) and log-probabilities under q (B, T - 1) of ids (B, T).

@@ -34,7 +34,7 @@ class TrunkHead(nn.Module):
 
     missing = "the reward has no head yet: call its fit(), or load()"
     finding = "the head on this model's states does not predict where its text begins"
-    way_out = "add text (512 blocks are best), use a larger model, or a natural model"
+    way_out = "small models' states do not: use a larger model, or a natural model, or more text"
     layer: Tensor  # () int64: number of blocks before the states that are read
 
     def __init__(self, generator: Any) -> None:

@@ -96,7 +96,7 @@ def test_train_trl_trains_and_goes_on(options, functions, tmp_path):
 def test_train_trl_needs_no_natural_model(options, tmp_path, monkeypatch):
     del options["natural_model"]
     printed = refuse_in_one_line("interop.train_trl", **options)
-    assert "does not predict where its text begins: add text (512 blocks are best), use" in printed
+    assert "does not predict where its text begins: small models' states do not" in printed
     monkeypatch.setattr("interop.crossover_reward.better_than_constant", bool)
     options["refresh_every"] = 1
     printed = succeed("interop.train_trl", **options)
