@@ -13,20 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from common.files import lock_output
 from common.log import print0
-from common.process import run_main, warn
+from common.process import UserError, first_line, require, run_main, warn
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.encode import find_texts, joined_pieces
 from data_loader import read_text
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
-from interop.train_trl import HEAD_BLOCKS, cut_blocks, encode
 from metrics.reward_skill import better_than_constant
 from reports.text_page import open_page, present_text
 
 LENGTH = 64  # tokens of the natural blocks, and of the windows of the text
+MIN_BLOCKS = 16  # natural blocks; half of them are reported on, and fewer give no interval
+MOST_BLOCKS = 512  # that are read
 
 
 @dataclass
@@ -99,8 +101,33 @@ def natural_blocks(paths: Sequence[str], tokenizer: Any, length: int) -> Tensor:
     """Return evenly spaced blocks (b, length) int64 of natural texts."""
     text = "".join(joined_pieces(find_texts(paths).values()))
     blocks = cut_blocks(encode(text, tokenizer), tokenizer, length)
-    every = max(1, len(blocks) // HEAD_BLOCKS)
-    return blocks[::every][:HEAD_BLOCKS]
+    every = max(1, len(blocks) // MOST_BLOCKS)
+    return blocks[::every][:MOST_BLOCKS]
+
+
+def encode(text: str, tokenizer: Any) -> Tensor:
+    """Return the tokens (n,) int64 of a text."""
+    try:
+        ids = tokenizer(text=text, add_special_tokens=False)["input_ids"]
+    except Exception as error:  # raised in Rust
+        finding = f"the model's tokenizer cannot read the text: {first_line(error):.200}"
+        raise UserError(f"ERROR: {finding}") from None
+    return torch.tensor(ids)
+
+
+def cut_blocks(tokens: Tensor, tokenizer: Any, length: int) -> Tensor:
+    """Return the natural tokens (n,) as blocks (b, length).
+
+    Each block begins with the tokens that the tokenizer puts before a text. Raise UserError if
+    there are fewer than MIN_BLOCKS.
+    """
+    start = torch.tensor(tokenizer(text="")["input_ids"], dtype=torch.int64)
+    size = length - len(start)
+    needed = MIN_BLOCKS * size
+    finding = f"the natural text for the fit has {len(tokens):,} tokens, but {needed:,} are needed"
+    require(len(tokens) >= needed, f"{finding}: add text")
+    blocks = tokens.unfold(0, size, size)
+    return torch.cat((start.expand(len(blocks), -1), blocks), 1)
 
 
 if __name__ == "__main__":

@@ -101,15 +101,6 @@ class RewardFunction:
         self.num_dims = result.dim()
         return result
 
-    def in_trl(self, **arguments: Any) -> list[float | None]:
-        """Return a number or None for each completion, from TRL's arguments.
-
-        Raise UserError if the function raises anything, or returns anything else.
-        """
-        rewards = self._call(arguments)
-        self._checked([reward for reward in rewards if reward is not None])
-        return rewards
-
     def _call(self, arguments: dict[str, Any]) -> list[Any]:
         """Call the function with the arguments that it takes; return a reward per completion.
 

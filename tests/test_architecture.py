@@ -31,8 +31,8 @@ from option_tables import settings_of
 
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
-    "nodes of the product": 55_590,
-    "nodes of tests": 51_610,
+    "nodes of the product": 54_210,
+    "nodes of tests": 50_920,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
     "nodes per line": 6.9,

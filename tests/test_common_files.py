@@ -180,12 +180,10 @@ def test_every_script_locks_its_output(tmp_path, corpus, generator, reward_model
     monkeypatch.setattr("interop.export.load_transformers", lambda: None)
     path = tmp_path / "output"
     models = {"base_model_path": generator, "reward_model_path": reward_model}
-    folders = {"model": tmp_path, "natural_model": tmp_path, "text": corpus}
     commands = {
         "evaluate": {"checkpoints": [generator], "dataset": corpus, "output_path": path},
         "train_grpo": {**models, "dataset": corpus, "gate_path": path},
         "interop.export": {"checkpoint_path": generator, "output_dir": path},
-        "interop.train_trl": {**folders, "output_dir": path},
     }
     with FileLock(tmp_path / ".output.lock"):
         for script, options in commands.items():
