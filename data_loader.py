@@ -178,38 +178,29 @@ def hash_tokens(tokens: np.ndarray) -> str:
 
 
 class ValidationParts(NamedTuple):
-    """Block ranges of a validation split: for model selection, the gate, and reported figures."""
+    """Block ranges of a validation split: for model selection, and for reported figures."""
 
     select: range
-    gate: range
     report: range
 
     @staticmethod
     def of(num_blocks: int) -> "ValidationParts":
-        """Divide a split: 0 to 40 % select, 40 to 50 % are the gate's, 50 to 100 % report.
+        """Divide a split: 0 to 40 % select, 50 to 100 % report. Nothing uses the rest.
 
-        The gate has at least 10 blocks. In a split of fewer than 22 blocks it has all of the first
+        The rest has at least 10 blocks. In a split of fewer than 22 blocks it has all of the first
         half except one.
         """
         if num_blocks < 2:
-            return ValidationParts(range(num_blocks), range(0), range(num_blocks))
+            return ValidationParts(range(num_blocks), range(num_blocks))
         middle = num_blocks // 2
-        gate = max(1, min(num_blocks * 2 // 5, middle - 10))
-        return ValidationParts(range(gate), range(gate, middle), range(middle, num_blocks))
+        num_selecting = max(1, min(num_blocks * 2 // 5, middle - 10))
+        return ValidationParts(range(num_selecting), range(middle, num_blocks))
 
 
 def validation_part(tokens: np.ndarray, block_size: int, name: str) -> np.ndarray:
-    """Return the tokens of the part 'select', 'gate' or 'report', and the last target after it.
-
-    Raise UserError if the gate part has no block.
-    """
+    """Return the tokens of the part 'select' or 'report', and the last target after it."""
     num_blocks = len(tokens) // block_size
     blocks = getattr(ValidationParts.of(num_blocks), name)
-    require(
-        name != "gate" or len(blocks) > 0,
-        f"the gate part of {num_blocks} blocks (block_size={block_size}) is empty: 4 are needed: "
-        "use more text",
-    )
     start = blocks.start * block_size
     if blocks.stop == num_blocks:
         return tokens[start:]  # with the tokens after the last whole block

@@ -332,7 +332,8 @@ def load_fresh_text(
     baseline = ckpt.load_checkpoint(baseline_path)
     reference = ckpt.build_model(baseline, baseline_path, device)
     reward_model_path = str(settings.reward_model_path)
-    reward_model = load_reward_model(reward_model_path, baseline, baseline_path, device)
+    contents = ckpt.load_checkpoint(reward_model_path)
+    reward_model = load_reward_model(contents, reward_model_path, baseline, baseline_path, device)
     scorer = RewardScorer(reward_model, reference)
     if settings.part != "whole":
         tokens = validation_part(tokens, reference.config.block_size, settings.part)

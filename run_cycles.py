@@ -4,7 +4,7 @@
 
 Each stage runs a script in a process of its own and makes a file or folder in out_dir:
 base_model_v1.pt and natural_model_v1.pt; in cycle n reward_data_vn, reward_model_vn.pt,
-gate_vn.json, base_model_v(n+1).pt and evaluation_v(n+1).json. The controls, if the settings file
+base_model_v(n+1).pt and evaluation_v(n+1).json. The controls, if the settings file
 has their sections, are control_plain_v(n+1).pt, control_sampled_v(n+1).pt and
 control_distil_v(n+1).pt, and controls_v(n+1).json is their evaluation. cycles.json is the ledger of
 results; report.html is the report, written after each stage. A stage is done if its artefact exists
@@ -151,7 +151,7 @@ class Loop:
         return stages
 
     def stages_of_cycle(self, cycle: int) -> list[Stage]:
-        """Return reward data, reward model, gate, policy, evaluation, and controls, in order."""
+        """Return reward data, reward model, policy, evaluation, and controls, in order."""
         folder = self.folder
         generator = f"{folder}/base_model_v{cycle}.pt"
         reward_data = f"{folder}/reward_data_v{cycle}"
@@ -192,9 +192,6 @@ class Loop:
                 data_dir=reward_data,
                 output_path=reward_model,
             ),
-            self.stage(
-                "gate", "train_grpo", cycle, gate_path=f"{folder}/gate_v{cycle}.json", **grpo_inputs
-            ),
             self.stage("policy", "train_grpo", cycle, output_path=policy, **grpo_inputs),
             self.evaluate("evaluation", cycle, models),
             *controls,
@@ -224,7 +221,7 @@ class Loop:
                 kind,
                 kind,
                 cycle,
-                allow_unpredictive_reward=True,  # the policy's gate is open, or need not be
+                allow_unpredictive_reward=True,  # as the policy has passed
                 output_path=f"{self.folder}/{kind}_v{cycle + 1}.pt",
                 **options,
                 **grpo_inputs,
@@ -285,21 +282,22 @@ class Loop:
         return Stage(kind, cycle, artefact, section, script, replace(settings, **options))
 
     def stages_to_make(self, ledger: Ledger) -> Iterator[Stage]:
-        """Yield the stages in order; end early at a closed gate, or by `perplexity_patience`.
+        """Yield the stages in order; end early at an unpredictive reward model, or by
+        `perplexity_patience`.
 
         The ledger must have the figures of all stages that were yielded before.
         """
         patience = self.settings.perplexity_patience or self.settings.num_cycles
-        is_open = True
+        is_predictive = True
         for stage in self.stages():
             if stage.kind == "reward_data" and cycles_since_best(ledger, stage.cycle) >= patience:
                 return
             if stage.kind == "policy":
-                is_open = self.is_gate_open(ledger, stage.cycle)
-                if not is_open:
+                is_predictive = self.is_predictive(ledger, stage.cycle)
+                if not is_predictive:
                     generator = stage.settings.base_model_path
                     stage = Stage("policy", stage.cycle, stage.artefact, source=generator)
-            if stage.kind == "evaluation" and not is_open:
+            if stage.kind == "evaluation" and not is_predictive:
                 models = list(stage.settings.checkpoints)
                 if self.natural_model:  # no controls follow, with which it would be measured
                     models.append(self.natural_model)
@@ -307,15 +305,12 @@ class Loop:
                 return
             yield stage
 
-    def is_gate_open(self, ledger: Ledger, cycle: int) -> bool:
-        """Return whether GRPO may start.
-
-        It may if the cycle's reward model beats a constant predictor, or if
-        allow_unpredictive_reward is set.
-        """
-        skill = ledger.figures(f"gate_v{cycle}")
-        is_allowed = self.sections["train_grpo"].allow_unpredictive_reward
-        return is_allowed or better_than_constant(skill["r2_low"])
+    def is_predictive(self, ledger: Ledger, cycle: int) -> bool:
+        """Return whether train_grpo.py accepts the cycle's reward model."""
+        if self.sections["train_grpo"].allow_unpredictive_reward:
+            return True
+        skill = ledger.figures(f"reward_model_v{cycle}")["skill"]
+        return better_than_constant(skill["r2_low"])
 
 
 def check_stages(loop: Loop, words: Mapping[str, Sequence[str]]) -> None:

@@ -26,6 +26,7 @@ completion up to N tokens. Nothing predicts the first token of a row, so tensors
 (R, N - 1): column t belongs to token t + 1. With torchrun, P below is a rank's share of prompts.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -38,13 +39,14 @@ from common.process import require, run_main, warn
 from common.settings import parse_settings
 from corpus.corpus import Corpus, open_corpus
 from generation.completions import Completer
-from grpo.evaluation import PolicyEvaluation, passes_gate, report_figures, skill_on_policy
+from grpo.evaluation import PolicyEvaluation, report_figures
 from grpo.rewards import compute_advantages, step_figures
 from grpo.rollouts import sample
 from grpo.settings import GRPOSettings, resolve
 from grpo.stopping import BestAtTask, Stops, selection_value
 from grpo.update import Updater
-from metrics.bootstrap import format_figure
+from metrics.bootstrap import MIN_BLOCKS, format_figure
+from metrics.reward_skill import better_than_constant
 from metrics.samples import CopyFinder
 from model import GPT
 from reports.figures import GRPO, draw_curves, write_png
@@ -82,17 +84,9 @@ def main() -> None:
     settings = resolve(settings, scorer.is_ratio, scorer.knows_tokens)
     print_choices(settings, policy, scorer, ranks)
 
-    # Prompts come from the training split. The validation split has a part for the gate (does the
-    # reward model predict on this policy's text?), one that selects, and one for the final report.
-    inputs = input_hashes(settings, base, corpus, scorer, ranks)
-    if settings.gate_path is None:  # before the gate, which takes longer than to refuse an output
-        run = start_run(settings, ranks, inputs)
-    if settings.reward_model_path is not None:
-        skill = ranks.run_on_rank0(
-            lambda: skill_on_policy(completer, scorer, corpus.val, settings.seed)
-        )
-        if not passes_gate(skill, settings):
-            return  # it has printed why, or --gate_path asked for this measurement only
+    # Prompts come from the training split. The validation split has a part that selects, and one
+    # for the final report.
+    run = start_run(settings, ranks, input_hashes(settings, base, corpus, scorer, ranks))
     # It finds what the policy copies from the training text.
     copies = CopyFinder(corpus.train, corpus.tokenizer.decode)
     evaluate = PolicyEvaluation(scorer, corpus, copies, settings.seed, "select")
@@ -201,7 +195,11 @@ def load_scorer(
     )
     reward_model = None
     if settings.reward_model_path is not None:
-        reward_model = load_reward_model(settings.reward_model_path, base, base_path, device)
+        contents = load_checkpoint(settings.reward_model_path)
+        reward_model = load_reward_model(
+            contents, settings.reward_model_path, base, base_path, device
+        )
+        check_skill(contents["training"] or {}, settings)
     functions = []
     for name, weight in zip(settings.reward_function or (), settings.weights, strict=True):
         functions.append(RewardFunction(name, corpus.tokenizer.decode, weight))
@@ -211,6 +209,40 @@ def load_scorer(
         functions=tuple(functions),
         gives_evidence=settings.reward == "evidence",
     )
+
+
+def check_skill(training: Mapping[str, Any], settings: GRPOSettings) -> None:
+    """Raise UserError if the reward model, by its record, is not shown to beat a constant.
+
+    Warn instead if allow_unpredictive_reward is set. Warn if it was measured on other than plain
+    samples.
+    """
+    path = settings.reward_model_path
+    temperature = training.get("temperature", "1.0")
+    top_k = training.get("top_k")
+    if temperature != "1.0" or top_k is not None:
+        warn(
+            f"{path} was made from reward data of temperature {temperature} and top_k {top_k}: "
+            "its R2 may not hold for the policy, which samples at temperature 1 from all tokens"
+        )
+    skill = training.get("skill", {})
+    if better_than_constant(skill.get("r2_low")):
+        return
+    finding = f"{path} does not record how well it predicts"
+    remedy = "train one with train_reward_model.py"
+    if skill:
+        finding = (
+            f"{path} is not shown to predict where its generator begins to write: "
+            f"R2 {format_figure(skill, 'r2')}, {skill['num_blocks']} blocks"
+        )
+        remedy = "train one with a --natural_model_path that learned more natural text"
+        if skill["num_blocks"] < MIN_BLOCKS:
+            remedy = f"make it from more text, at least {MIN_BLOCKS} blocks"
+    require(
+        settings.allow_unpredictive_reward,
+        f"{finding}; {remedy}, or optimise what may be noise with --allow_unpredictive_reward True",
+    )
+    warn(f"{finding}; continuing, because this is allowed")
 
 
 def print_choices(settings: GRPOSettings, policy: GPT, scorer: RewardScorer, ranks: Ranks) -> None:

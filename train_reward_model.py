@@ -111,7 +111,14 @@ def main() -> None:
     skill = measure_skill(prediction, truth, blocks, val_set.block_size, settings.seed)
     log.log(figures["epoch"], quiet=True, final=True, **skill)
 
-    record = {"settings": asdict(settings), **lineage, **figures, "skill": skill}
+    record = {
+        "settings": asdict(settings),
+        **lineage,
+        **figures,
+        "temperature": temperature,
+        "top_k": train_set.metadata.get("top_k"),
+        "skill": skill,
+    }
     checkpoint.save_checkpoint(output, model, base["tokenization"], base["data"], record)
     print0(f"\nSkill on the report part:\n{describe_skill(skill)}")
     if not better_than_constant(skill["r2_low"]):

@@ -88,7 +88,7 @@ def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dic
     with open(folder / "output.txt", "w", encoding="utf-8") as file:
         subprocess.run(command, check=True, env=environment, stdout=file, stderr=file)
     models = evaluated_models(Ledger(folder), cycle=1)
-    missing = dict.fromkeys(FIGURES)  # of controls after a closed gate
+    missing = dict.fromkeys(FIGURES)  # of controls, where GRPO did not start
     measured = {name: models.get(name, missing) for name in MODELS}
     return {name: {figure: measured[name][figure] for figure in FIGURES} for name in MODELS}
 

@@ -7,7 +7,7 @@
 # the threshold of 0.9. Chosen here: models whose reward predicts, learning rate, group size, and
 # the weight of the KL. docs/results.md ("One P(natural) a sequence") has the results. The documents
 # also have a frozen trunk with a head on its last token. It does not predict K/N:
-# --train_reward_model.head last shows how the gate refuses it.
+# --train_reward_model.head last shows how GRPO refuses it.
 
 base = "shakespeare_library_cpu.py"  # corpora and models
 

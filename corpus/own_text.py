@@ -30,7 +30,7 @@ PROMPTS = {"train_grpo": 24, "control_sampled": 8, "control_distil": 24}  # half
 FEWEST_LEARNED = 320  # tokens: the 256 bytes and 64 pairs
 MOST_LEARNED = 4096
 CHARACTERS_OF_PAIRS = 2.0  # at most: characters of a token with so few pairs
-MIN_TOKENS = 25_000  # enough blocks for the gate
+MIN_TOKENS = 25_000  # enough blocks for intervals
 MIN_TEST_CHARACTERS = 160_010  # enough for the intervals of the test text's losses
 # Sizes: those of the default, whose play has DEFAULT_TOKENS. SHORT_CONTEXT, the longer of its short
 # contexts, divides all blocks.

@@ -1,4 +1,4 @@
-"""Evaluate a policy: its loss on natural text, its fresh completions, and the gate before GRPO.
+"""Evaluate a policy: its loss on natural text, and its fresh completions.
 
     python -c "from grpo.evaluation import PolicyEvaluation; help(PolicyEvaluation)"
 
@@ -12,28 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.device import autocast, random_stream
-from common.files import lock_output, write_json
-from common.log import counted, print0
-from common.process import UserError, is_main_rank, warn
+from common.device import autocast
+from common.log import counted
 from corpus.corpus import Corpus
-from data_loader import WholeSplitBatches, evenly_spaced, text_rows, validation_part
+from data_loader import WholeSplitBatches, validation_part
 from generation.completions import Completer
 from generation.sampling import Sampling
 from grpo.policy_loss import kl_estimate
 from grpo.rewards import named_rewards, sequence_rewards
 from grpo.rollouts import draw_prompts, written_mask
-from grpo.settings import GRPOSettings
 from losses import text_log_probs
-from metrics import reward_skill as skills
-from metrics.bootstrap import MIN_BLOCKS, bootstrap_blocks, bootstrap_mean, format_figure
+from metrics.bootstrap import bootstrap_blocks, bootstrap_mean
 from metrics.samples import CopyFinder
 from metrics.text_quality import DistinctPairs
 from model import GPT
 from reward.scorer import RewardScorer
 
-GATE_BLOCKS = 100  # natural blocks whose completions test the reward model
-GATE_SAMPLES = 4  # completions of each
 EVAL_PROMPTS = 64
 EVAL_SAMPLES = 2  # completions of each prompt
 # natural tokens of the select part that an evaluation reads; the report part is read whole
@@ -155,65 +149,3 @@ def report_figures(report: PolicyEvaluation, policy: GPT) -> dict[str, Any]:
         figures[name] = {**report.loss_figures(losses[name]), **completions}
     figures.update(report.loss_figures(losses["kept"] - losses["start"], "difference"))
     return figures
-
-
-def skill_on_policy(
-    completer: Completer, scorer: RewardScorer, tokens: np.ndarray, seed: int
-) -> dict[str, Any]:
-    """Return `measure_skill` of the reward model on fresh text of the policy.
-
-    K is uniform on [1, N - 1]; the prompts are evenly spaced blocks of the gate's part of the
-    validation tokens (n,), which neither selected the reward model nor reports.
-    """
-    N = completer.length
-    G = GATE_SAMPLES
-    device = next(completer.model.parameters()).device
-    text = validation_part(tokens, N, "gate")
-    num_blocks = len(text) // N
-    P = min(GATE_BLOCKS, num_blocks)
-    blocks = evenly_spaced(np.arange(P), num_blocks, P)
-    natural = text_rows(text, blocks * N, N).to(device)  # (P, N)
-    draw = random_stream(seed, "gate")
-    crossovers = torch.from_numpy(draw.integers(1, N, size=(P, G)))
-    uniforms = torch.from_numpy(draw.random((P, G, N), dtype=np.float32))
-    with autocast(device):
-        ids = completer(natural, crossovers, uniforms, Sampling()).ids.flatten(0, 1)  # (R, N)
-    completer.release()
-    prediction = scorer.score_by_models(ids).natural  # (R,)
-    assert prediction is not None  # there is a reward model
-    block_numbers = torch.arange(P).repeat_interleave(G)  # (R,)
-    return skills.measure_skill(prediction.cpu(), crossovers.flatten() / N, block_numbers, N, seed)
-
-
-def passes_gate(skill: dict[str, Any], settings: GRPOSettings) -> bool:
-    """Return whether to continue with GRPO, from the skill of the reward model on the policy's
-    text.
-
-    With gate_path, write the figures there and return False. Raise UserError if the interval of R2
-    is not above 0, unless allow_unpredictive_reward is set.
-    """
-    is_open = skills.better_than_constant(skill["r2_low"])
-    r2 = format_figure(skill, "r2")
-    print0(f"R2 of the reward model on {skill['num_sequences']} texts of the policy: {r2}")
-    if settings.gate_path is not None:
-        if is_main_rank():
-            lock_output(settings.gate_path)
-            write_json(settings.gate_path, skill)
-        verdict = "open" if is_open else "closed: the lower end is not above 0"
-        print0(f"The gate is {verdict}. Saved {settings.gate_path}")
-        return False
-    if is_open:
-        return True
-    finding = (
-        f"{settings.reward_model_path} does not predict where this policy's text begins: R2 {r2}, "
-        f"{skill['num_blocks']} blocks"
-    )
-    if settings.allow_unpredictive_reward:
-        warn(f"{finding}; continuing, because this is allowed")
-        return True
-    remedy = "train one with a --natural_model_path that learned more natural text"
-    if skill["num_blocks"] < MIN_BLOCKS:
-        remedy = f"use more text, at least {MIN_BLOCKS} blocks"
-    raise UserError(
-        f"ERROR: {finding}; {remedy}, or optimise noise with --allow_unpredictive_reward True"
-    )

@@ -34,9 +34,7 @@ class GRPOSettings(Settings):
     overwrite: bool = setting(False, changeable=True)
     """replace an output that other settings made"""
     allow_unpredictive_reward: bool = setting(False, changeable=True)
-    """continue if R2 of the reward model on the policy's text may be 0"""
-    gate_path: str | None = setting(None, changeable=True)
-    """measure that R2, write it to this file (JSON) and exit; None: continue with GRPO"""
+    """continue if R2 of the reward model may be 0, or is not recorded"""
     prompts_per_step: int = setting(16, minimum=1)
     """prompts (groups) per step"""
     group_size: int = setting(8, minimum=1)
@@ -101,7 +99,7 @@ class GRPOSettings(Settings):
         elif self.credit != "auto":
             ignored.update(dict.fromkeys(("kl", "prefixes"), f"credit={self.credit}"))
         if not self.reward_model_path:
-            of_reward_model = ("gate_path", "reward_threshold", "reward", "kl")
+            of_reward_model = ("reward_threshold", "reward", "kl")
             ignored.update(dict.fromkeys(of_reward_model, "a reward_function and no reward model"))
         if self.reward_function:
             ignored["prefixes"] = "a reward_function"

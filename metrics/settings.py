@@ -22,8 +22,8 @@ class EvaluateSettings(Settings):
     split: Literal["val", "train", "test"] = "val"
     """which split; test: documents held out from training and selection (prepare.py
     --test_documents)"""
-    part: Literal["whole", "select", "gate", "report"] = "whole"
-    """part of the validation split: select (40 %), gate (10 %), report (50 %), or whole"""
+    part: Literal["whole", "select", "report"] = "whole"
+    """part of the validation split: select (the first 40 %), report (the last 50 %), or whole"""
     baseline: str | None = setting(None, model_file="optional")
     """a generator with which the others are compared: paired difference of losses"""
     calibrate: bool = False

@@ -27,7 +27,7 @@ SETTINGS_SHOWN = (
     *("reward_function", "function_weight", "credit", "prefixes", "kl"),
     *("prompts_per_step", "group_size", "max_steps", "seed"),
 )
-FIGURES_SHOWN = ("r2", "mae_tokens", "stop_reason", "steps", "kept_step", "select_loss")
+FIGURES_SHOWN = ("stop_reason", "steps", "kept_step", "select_loss")
 
 
 def write_page(ledger: Ledger, device: torch.device) -> Path:

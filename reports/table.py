@@ -32,7 +32,7 @@ LABELS = {
 }
 # The kinds of stages that learn from a reward model, and the stages that these need.
 LEARNING_KINDS = ("policy", "control_sampled", "control_distil")
-NEEDED_KINDS = ("natural_model", "reward_data", "reward_model", "gate", "policy")
+NEEDED_KINDS = ("natural_model", "reward_data", "reward_model", "policy")
 LOSS_VERDICT = "the policy's loss is"
 # The columns: a figure in summary.evaluated_models, and its form; "" for the policy's verdict.
 COMPARED = {

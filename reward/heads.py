@@ -37,7 +37,7 @@ from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig
 from reward.posterior import crossover_loss, natural_probabilities, natural_share
 from reward.states import Standardize, with_previous
-from training.checkpoint import check_mode, load_checkpoint, load_weights
+from training.checkpoint import check_mode, load_weights
 from training.lineage import check_generator, check_same_fields, check_same_tokens
 
 
@@ -260,10 +260,15 @@ def build_reward_model(
 
 
 def load_reward_model(
-    path: str, generator: Mapping[str, Any], generator_path: str, device: torch.device
+    contents: Mapping[str, Any],
+    path: str,
+    generator: Mapping[str, Any],
+    generator_path: str,
+    device: torch.device,
 ) -> Any:
-    """Return the RewardModel at `path`; raise UserError if it is not one of a loaded generator."""
-    contents = load_checkpoint(path)
+    """Return the RewardModel of a loaded checkpoint; raise UserError if it is not one of a loaded
+    generator.
+    """
     model = build_reward_model(contents, path, device)
     check_same_fields(generator["config"], contents["config"], generator_path, path)
     check_same_tokens(generator["tokenization"], contents["tokenization"], generator_path, path)

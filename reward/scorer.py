@@ -90,7 +90,7 @@ class RewardScorer:
         group_size: consecutive sequences that share a prompt, which is read once.
         keep_hidden: keep the hidden states of a likelihood model.
         """
-        scores = self.score_by_models(ids, written, group_size, keep_hidden)
+        scores = self._score_by_models(ids, written, group_size, keep_hidden)
         functions = []
         for function in self.functions:
             rewards = function(ids, written)
@@ -98,17 +98,10 @@ class RewardScorer:
             functions.append(FunctionScores(function.short_name, function.weight, rewards, means))
         return replace(scores, functions=tuple(functions))
 
-    @torch.no_grad()
-    def score_by_models(
-        self,
-        ids: Tensor,
-        written: Tensor | None = None,
-        group_size: int = 1,
-        keep_hidden: bool = False,
+    def _score_by_models(
+        self, ids: Tensor, written: Tensor, group_size: int, keep_hidden: bool
     ) -> Scores:
         """Score sequences (R, N) by the models only, as many at a time as fit in memory."""
-        if written is None:
-            written = torch.ones_like(ids[:, 1:], dtype=torch.bool)
         size = rows_of_whole_groups(self.reference.rows_at_a_time(), group_size)
         group_size = min(size, group_size)
         parts = []

@@ -31,8 +31,8 @@ from option_tables import settings_of
 
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
-    "nodes of the product": 54_210,
-    "nodes of tests": 50_920,
+    "nodes of the product": 53_919,
+    "nodes of tests": 50_653,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
     "nodes per line": 6.9,
@@ -43,7 +43,7 @@ BUDGETS = {
     "files at the root": 14,
     "folders": 9,
     "options of train": 38,
-    "options of train_grpo": 31,
+    "options of train_grpo": 30,
     "options of train_reward_model": 17,
     "options of prepare_reward_data": 18,
     "options of run_cycles": 10,

@@ -60,9 +60,7 @@ def good(tmp_path, commands):
 
 
 @pytest.mark.parametrize("script", OUTPUT_OPTION)
-def test_a_wrong_device_name_or_output_is_refused(script, good, tmp_path, monkeypatch):
-    """The output, before train_grpo.py measures the gate."""
-    monkeypatch.setattr("train_grpo.skill_on_policy", pytest.fail)
+def test_a_wrong_device_name_or_output_is_refused(script, good, tmp_path):
     (tmp_path / "file").write_text("mine")
     options = good[script]
     assert "device='cuda:99'" in refuse(script, **{**options, "device": "cuda:99"})

@@ -176,13 +176,11 @@ def test_one_process_writes_an_output(tmp_path, capsys):
     run_main(lambda: files.lock_output(path))
 
 
-def test_every_script_locks_its_output(tmp_path, corpus, generator, reward_model, monkeypatch):
+def test_every_script_locks_its_output(tmp_path, corpus, generator, monkeypatch):
     monkeypatch.setattr("interop.export.load_transformers", lambda: None)
     path = tmp_path / "output"
-    models = {"base_model_path": generator, "reward_model_path": reward_model}
     commands = {
         "evaluate": {"checkpoints": [generator], "dataset": corpus, "output_path": path},
-        "train_grpo": {**models, "dataset": corpus, "gate_path": path},
         "interop.export": {"checkpoint_path": generator, "output_dir": path},
     }
     with FileLock(tmp_path / ".output.lock"):

@@ -166,13 +166,7 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(
         "device": "cpu",
     }
     assert "tokens of text, got" in refuse_in_one_line("evaluate", **options)
-    tokens[:30].tofile(tmp_path / "short/val.bin")
-    error = "ERROR: the gate part of 1 blocks (block_size=16) is empty: 4 are needed"
-    gate = {"part": "gate", "reward_model_path": predictive_reward_model, "baseline": generator}
-    assert error in refuse_in_one_line("evaluate", **options, **gate)
-    del options["samples"]
-    assert error in refuse_in_one_line("evaluate", **options, part="gate")
-    message = refuse("evaluate", split="train", part="gate", samples=1)
+    message = refuse("evaluate", split="train", part="report", samples=1)
     for said in ("checkpoints is required", "part is ignored when split is 'train'", "samples=1"):
         assert f"ERROR: {said}" in message
 

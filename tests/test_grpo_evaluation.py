@@ -1,15 +1,11 @@
-"""grpo/: prompts, masks, rewards, evaluation of a policy, the gate, and when to stop."""
+"""grpo/: prompts, masks, rewards, evaluation of a policy, and when to stop."""
 
 import re
-from dataclasses import replace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from common.device import random_stream
-from common.process import UserError
 from corpus import corpus as corpus_module
 from corpus.corpus import open_corpus
 from data_loader import WholeSplitBatches
@@ -20,7 +16,6 @@ from grpo.rollouts import draw_prompts, written_mask
 from grpo.settings import GRPOSettings
 from grpo.stopping import Stops, selection_value
 from losses import text_log_probs
-from metrics.reward_skill import measure_skill
 from metrics.samples import CopyFinder
 from reward.heads import LikelihoodRewardModel
 from reward.scorer import FunctionScores, RewardScorer, Scores, mean_over_mask
@@ -105,56 +100,6 @@ def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
     assert all(tuple(row.tolist()) in windows for row in asked.prompts.natural)
     loss = -text_log_probs(reference, WholeSplitBatches(text, 16, 64)).mean().item()
     assert figures["reference"]["report_loss"] == pytest.approx(loss, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "gate_blocks", "first", "count"),
-    [(22, 100, 1, 10), (200, 7, 80, 7)],
-)
-def test_the_gate_s_texts(generator, monkeypatch, num_blocks, gate_blocks, first, count):
-    """Natural text, evenly spaced in the gate's part of the split, up to a uniform K; then the
-    policy's.
-    """
-    policy = build_model(load_checkpoint(generator), generator)
-    tokens = np.random.default_rng(0).integers(25, size=num_blocks * 16 + 5).astype(np.uint16)
-    scorer = Mock()
-    scorer.score_by_models.side_effect = lambda ids: Scores(
-        torch.zeros(len(ids), 15), torch.linspace(0, 1, len(ids))
-    )
-    monkeypatch.setattr(evaluation, "GATE_BLOCKS", gate_blocks)
-    measured = evaluation.skill_on_policy(Completer(policy, 16), scorer, tokens, 42)
-    ids = scorer.score_by_models.call_args.args[0]
-    blocks = tokens[: num_blocks * 16].reshape(-1, 16)[
-        first + np.arange(count) * (num_blocks // 2 - first) // count
-    ]
-    same = ids.numpy() == blocks.repeat(4, 0)
-    # the very draws that the gate makes
-    truth = random_stream(42, "gate").integers(1, 16, size=(count, 4)).flatten()
-    assert all(row[:K].all() for row, K in zip(same, truth, strict=True))
-    assert np.mean([row[K] for row, K in zip(same, truth, strict=True)]) < 0.2  # by chance alone
-    prediction, share = torch.linspace(0, 1, len(truth)), torch.tensor(truth) / 16
-    assert measured == measure_skill(
-        prediction, share, torch.arange(count).repeat_interleave(4), 16, 42
-    )
-
-
-def test_the_gate_by_hand(capsys, tmp_path):
-    skill = {"r2": 0.1, "r2_low": 1e-6, "r2_high": 0.2, "num_blocks": 50, "num_sequences": 200}
-    refusing = GRPOSettings(reward_model_path="reward_model.pt")
-    allowing = replace(refusing, allow_unpredictive_reward=True)
-    assert evaluation.passes_gate(skill, refusing)
-    assert capsys.readouterr().err == ""
-    for low in (0.0, -0.1, None):
-        skill["r2_low"] = low
-        with pytest.raises(
-            UserError, match=r"reward_model\.pt .*R2 0\.1.*; .*--allow_unpredictive_reward True"
-        ):
-            evaluation.passes_gate(skill, refusing)
-        assert evaluation.passes_gate(skill, allowing)
-        assert "WARNING: reward_model.pt " in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"\b7 blocks; use more text, at least 8 blocks"):
-        evaluation.passes_gate({**skill, "num_blocks": 7}, refusing)
-    assert not evaluation.passes_gate(skill, replace(refusing, gate_path=str(tmp_path / "g.json")))
 
 
 def stops_after(

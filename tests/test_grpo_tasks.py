@@ -37,8 +37,6 @@ class TaskScorer:
         logits = self.reference.logits(self.reference.trunk(ids[:, :-1]))
         return Scores(token_log_probs(logits, ids[:, 1:]), self.reward(ids))
 
-    score_by_models = __call__
-
 
 @pytest.fixture
 def grpo(monkeypatch, tmp_path, corpus, generator):

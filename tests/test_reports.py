@@ -72,7 +72,6 @@ def evaluated(
     }
 
 
-SKILL = {"r2": 0.5, "r2_low": 0.4, "r2_high": 0.6, "mae_tokens": 3.12345}
 POLICY = {"steps": 8, "kept_step": 6, "stop_reason": "plateau"}
 MODELS = {
     "base_model_v1": evaluated(2.493, 0.212, 1.928, 0.251),
@@ -89,7 +88,6 @@ STAGES = {  # kind, cycle, figures
     "base_model_v1": ("base", 0, GENERATOR),
     "natural_model_v1": ("natural_model", 0, {"select_loss": 1.6 * CHARACTERS}),
     "reward_model_v1": ("reward_model", 1, {}),
-    "gate_v1": ("gate", 1, SKILL),
     "base_model_v2": ("policy", 1, POLICY),
     "evaluation_v2": ("evaluation", 1, MODELS),
     "control_plain_v2": ("control_plain", 1, {}),
@@ -180,7 +178,7 @@ def test_sentence_before_the_policy_is_measured():
     ledger = make_ledger(evaluation_v2=None, base_model_v2=None, controls_v2=None)
     ledger.outcome = "failed in base_model_v2"
     assert headline(ledger) == [
-        "Run failed in base_model_v2: 7 of 10 stages are finished.",
+        "Run failed in base_model_v2: 6 of 9 stages are finished.",
         "A model of Twelfth Night is to be trained with a model of 8 other texts; "
         "its text is not measured yet.",
     ]
@@ -264,7 +262,7 @@ def rewarded(reward: float) -> dict:
 @pytest.mark.parametrize("reward, learned", [(0.875, "learned"), (0.5, "shows no gain in")])
 def test_a_task(tmp_path, reward, learned):
     """Its reward decides, by intervals that do not overlap; other figures stay. A later cycle
-    whose gate is closed does not forget it.
+    that did not train does not forget it.
     """
     policy = {**POLICY, "start": rewarded(0.25), "kept": rewarded(reward)}
     sampled = {"kept": rewarded(0.75)}
@@ -337,11 +335,11 @@ def test_tables():
         "loss on unseen text": "1.796 (1.500 to 2.250)",
         "the policy's loss is": "better -0.027 (-0.047 to -0.007)",
         "P(natural)": "0.580",
-        "seconds": "20",
+        "seconds": "15",
     }
     assert rows["policy"]["the policy's text is"] == ""
     assert rows["off-policy distillation"]["the policy's text is"].startswith("worse +0.057 (")
-    assert [row["seconds"] for row in rows.values()] == ["5", "5", "20", "5", "20", "20", ""]
+    assert [row["seconds"] for row in rows.values()] == ["5", "5", "15", "5", "15", "15", ""]
     rows = {row["model"]: row for row in further_figures(make_ledger())}
     assert rows["policy"] == {
         "model": "policy",
@@ -371,20 +369,20 @@ def test_tables_of_an_unfinished_run():
     del models["natural_model_v1"]
     ledger = make_ledger(evaluation_v2=models)
     ledger.about["planned"].remove("natural_model_v1")
-    assert [row["seconds"] for row in comparison(ledger)][:3] == ["5", "", "15"]
+    assert [row["seconds"] for row in comparison(ledger)][:3] == ["5", "", "10"]
     assert further_figures(ledger)[1]["of the way, text"] == "1.00"
 
 
 def test_a_ledger_is_read_back(tmp_path):
     ledger = make_ledger(tmp_path)
-    ledger.record({**ledger.records["gate_v1"], "seconds": 6.0})
-    ledger.finish(["base_model_v1", "gate_v1"])
+    ledger.record({**ledger.records["reward_model_v1"], "seconds": 6.0})
+    ledger.finish(["base_model_v1", "reward_model_v1"])
     again = Ledger(tmp_path)
     assert again.about == ledger.about and again.outcome == "finished"
     assert list(again.records) == list(STAGES)
-    assert again.figures("gate_v1") == SKILL
+    assert again.figures("base_model_v1") == GENERATOR
     assert again.figures("base_model_v2") == {}  # the run did not need it
-    assert [record["name"] for record in again.finished()] == ["base_model_v1", "gate_v1"]
+    assert [record["name"] for record in again.finished()] == ["base_model_v1", "reward_model_v1"]
 
 
 DAMAGED = """
@@ -500,7 +498,7 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     assert not re.search(r"(src|href)=\"?http", page)
     passages = read_passages(tmp_path / "reward_data_v1", tmp_path / "reward_model_v1.pt", CPU)
     assert all(f"K is after {passage.crossover} tokens" in page for passage in passages)
-    assert "n_layer 3, learning_rate 0.001, r2 0.5, mae_tokens 3.123" in page
+    assert "n_layer 3, learning_rate 0.001" in page
 
 
 def test_page_with_missing_parts(tmp_path, capsys):

@@ -296,16 +296,14 @@ def test_report_is_the_documented_one(tmp_path):
 
 
 def test_text_that_reports_skill_chooses_no_trunk(tmp_path, corpus, generator, reward_data):
-    """Of all blocks, and of evenly spaced ones: selecting rows end before the gate's text,
-    reporting ones follow it.
-
-    Of 32 blocks the first 6 select, the next 10 are the gate's.
+    """Of all blocks, and of evenly spaced ones. Of 32 blocks the first 6 select, and the next 10
+    are not used.
     """
     some = tmp_path / "some"
     succeed("prepare_reward_data", **prepare_options(corpus, generator, some, max_blocks=10))
     tokens = np.fromfile(corpus / "val.bin", np.uint16)
     parts = ValidationParts.of(len(tokens) // 16)
-    assert (parts.select, parts.gate) == (range(6), range(6, 16))
+    assert parts == (range(6), range(16, 32))
     for folder, per_part in ((reward_data, (6, 16)), (some, (2, 5))):
         data = RewardDataset(folder, "val")
         selects, reports = rows_by_part(data)

@@ -197,7 +197,7 @@ def test_an_exception_is_one_line_with_its_place(made, statement, expected):
 def test_a_policy_learns_what_the_function_rewards(
     tmp_path, monkeypatch, corpus, generator, reward_model
 ):
-    """Alone: no gate and no P(natural); the records have its rewards. A run is resumed with the
+    """Alone: no R2 and no P(natural); the records have its rewards. A run is resumed with the
     same file alone.
     """
     monkeypatch.setattr(stopping, "CAPS", {"kl_step": 9.0})

@@ -1,7 +1,6 @@
 """train_grpo.py: who is let through, scores, gradients, the schedule, resumption, ranks."""
 
 import itertools
-import json
 import math
 import re
 from dataclasses import replace
@@ -34,6 +33,7 @@ import train_grpo
 from common.distributed import Ranks
 from common.files import hash_file
 from common.log import read_records
+from common.process import UserError
 from generation.completions import Completer
 from grpo import stopping
 from grpo import update as update_module
@@ -63,9 +63,7 @@ EXACT = {"credit": "exact", "group_size": 1, "prompts_per_step": 16}
 
 @pytest.fixture
 def good(tmp_path, corpus, generator, predictive_reward_model) -> dict:
-    """Options with which the script runs; the gate is closed to a reward model that does not
-    predict.
-    """
+    """Options with which the script runs; a reward model that does not predict is refused."""
     return {
         **TINY_GRPO,
         "base_model_path": generator,
@@ -85,7 +83,6 @@ def test_a_reward_model_that_predicts_is_let_through(good):
     finished = call("train_grpo", **good)
     assert finished.status == 0, finished.err
     assert "WARNING" not in finished.err
-    assert re.search(r"R2 .*\b40 .*: 0\.9", finished.out)
     training = load_checkpoint(good["output_path"])["training"]
     settings = training["settings"]
     assert (training["steps"], settings["credit"], settings["beta"]) == (1, "exact", 0)
@@ -111,15 +108,24 @@ def test_an_unpredictive_reward_model_is_refused_unless_allowed(good, tmp_path, 
     assert settings["reward"] == "natural" and f"Reward: {path} (natural)" in finished.out
 
 
-@pytest.mark.parametrize("model", ["predictive_reward_model", "reward_model"])
-def test_a_gate_path_measures_and_trains_nothing(request, good, tmp_path, model):
-    path = tmp_path / "gate.json"
-    options = {**good, "reward_model_path": request.getfixturevalue(model), "gate_path": path}
-    assert f"Saved {path}" in succeed("train_grpo", **options)
-    gate = json.loads(path.read_text(), parse_constant=pytest.fail)
-    assert (gate["num_blocks"], gate["num_sequences"], gate["num_tokens"]) == (10, 40, 16)
-    assert (gate["r2_low"] > 0.8) == (model == "predictive_reward_model")
-    assert not good["output_path"].parent.exists()
+def test_what_the_record_of_a_reward_model_says_is_checked(capsys):
+    """R2's interval by hand; reward data of other sampling are reported, not refused."""
+    refusing = GRPOSettings(reward_model_path="reward_model.pt")
+    allowing = replace(refusing, allow_unpredictive_reward=True)
+    skill = {"r2": 0.1, "r2_low": 1e-6, "r2_high": 0.2, "num_blocks": 50}
+    train_grpo.check_skill({"skill": skill, "temperature": "1.0", "top_k": None}, refusing)
+    assert capsys.readouterr().err == ""
+    for data in ({"temperature": "0.5"}, {"top_k": "7"}):
+        train_grpo.check_skill({"skill": skill, **data}, refusing)
+        assert "WARNING: reward_model.pt was made from reward data" in capsys.readouterr().err
+    unshown = [{"skill": {**skill, "r2_low": low}} for low in (0.0, -0.1, None)]
+    for record in (*unshown, {}):
+        with pytest.raises(UserError, match=r"reward_model\.pt .*--allow_unpredictive_reward True"):
+            train_grpo.check_skill(record, refusing)
+        train_grpo.check_skill(record, allowing)
+        assert "WARNING: reward_model.pt " in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"\b7 blocks; make it from more text, at least 8 blocks"):
+        train_grpo.check_skill({"skill": {**skill, "r2_low": None, "num_blocks": 7}}, refusing)
 
 
 def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(
@@ -149,7 +155,6 @@ REFUSED = """
 --reward_model_path None => reward_model_path is required
 --reward_model_path None --reward_function a.py:f --credit exact => reward_model_path is required
 --reward_model_path None --reward_function a.py:f --group_size 1 => group_size=1 leaves credit=auto
---reward_model_path None --reward_function a.py:f --gate_path g => gate_path=g is ignored with a
 """
 
 
@@ -199,7 +204,8 @@ def test_scores_are_what_the_models_say_of_whole_rows(request, generator, monkey
         if scorer.is_ratio:
             expected["evidence"] = model.output(ids)[:, 1:]
             expected["by_token"] = model.token_probabilities(ids)[:, 1:]
-    torch.testing.assert_close(scorer.score_by_models(ids).reference_log_probs, log_probs)
+    everywhere = torch.ones_like(written)
+    torch.testing.assert_close(scorer(ids, everywhere).reference_log_probs, log_probs)
     for most in (64, 7, 2, 1):
         monkeypatch.setattr(GPT, "rows_at_a_time", lambda self, most=most: most)
         scores = scorer(ids, written, 3, keep_hidden=scorer.is_ratio)

@@ -30,7 +30,7 @@ INPUTS = (
     "baseline",
     "word_dataset",
 )
-OUTPUTS = ("out_dir", "checkpoint_name", "output_dir", "output_path", "gate_path")
+OUTPUTS = ("out_dir", "checkpoint_name", "output_dir", "output_path")
 # The settings that do not change the artefact.
 NOT_COMPARED = ("device", "overwrite", "tracker", "wandb_log", "wandb_project", "wandb_run_name")
 hash_input = functools.cache(hash_model)  # no stage changes the inputs of an earlier one
@@ -88,8 +88,6 @@ class Stage:
 
     def figures(self) -> dict[str, Any]:
         """Read the figures of the finished stage."""
-        if self.kind == "gate":
-            return read_json(self.artefact)
         if self.script == "evaluate":
             figures = {}
             for path, model_figures in read_json(self.artefact).items():
