@@ -3,7 +3,7 @@
     python train_grpo.py --base_model_path base_model_v1.pt --reward_model_path reward_model_v1.pt
 
 Reads a generator, a reward model and/or reward functions of yours, and natural text for prompts.
-Writes the improved generator, one JSON record per step, and a picture of the training.
+Writes the improved generator and one JSON record per step.
 
 Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) repeats these steps:
 
@@ -49,7 +49,6 @@ from metrics.bootstrap import MIN_BLOCKS, format_figure
 from metrics.reward_skill import better_than_constant
 from metrics.samples import CopyFinder
 from model import GPT
-from reports.figures import GRPO, draw_curves, write_png
 from reward.heads import load_reward_model
 from reward.scorer import RewardScorer
 from reward.user_function import RewardFunction
@@ -310,9 +309,7 @@ def report_outcome(
     base: dict[str, Any],
     settings: GRPOSettings,
 ) -> None:
-    """Measure the kept policy on text that nothing has used yet; write it, its records, a
-    picture.
-    """
+    """Measure the kept policy on text that nothing has used yet; write it and its records."""
     kept = build_model(base, str(settings.base_model_path), run.ranks.device)
     best.restore(kept)
     training = {
@@ -329,10 +326,6 @@ def report_outcome(
     records = read_records(run.log_path)
     if run.ranks.rank == 0:
         save_checkpoint(run.output, kept, base["tokenization"], base["data"], training)
-        title = f"{run.output.stem}: GRPO"
-        curves = draw_curves(GRPO, records, title)
-        if curves is not None:
-            write_png(curves, run.output.with_suffix(".png"))
     name = "the starting policy: no later one within the caps was preferred to it"
     if best.at > 0:
         name = f"the policy of step {best.at}"

@@ -22,7 +22,7 @@ from benchmarks.task_rewards import TASKS
 from common.files import read_json
 from common.log import print0
 from common.process import run_main
-from reports.figures import COLOURS, GREY, STYLE, write_png
+from reports.figures import COLOURS, GREY, STYLE
 from reports.summary import BETTER, NO_DIFFERENCE, WORSE
 
 Record = dict[str, Any]  # of a model; benchmarks/tasks.py has its figures
@@ -87,7 +87,7 @@ def show(results: dict[str, Any], picture: Path) -> None:
             axes.set(title=task, xlabel="task reward", ylabel="judge's loss, nats per character")
             axes.margins(x=0.25)  # room for the labels
             show_task(results, task, axes)
-        write_png(figure, picture)
+        figure.savefig(picture, dpi=120)
     print0(f"\nSaved {picture}")
 
 

@@ -16,7 +16,7 @@ from tokenization_manager import TokenizationManager
 from training.checkpoint import load_checkpoint
 
 SEED = 42
-NUM_PASSAGES = 6
+NUM_PASSAGES = 2
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,7 @@ SHORTCOMINGS = {NO_DIFFERENCE: "not shown to be better than", WORSE: "worse than
 SAME_TEXT = "another model of the same text"  # what the generator is trained with
 # The figures that are compared, and the values of the same blocks of text, or of the same prompts.
 PAIRED = {"calibrated_loss": "blocks", "judge_loss": "judge_by_sample"}
-NOT_MEASURED: dict[str, Any] = {
-    "is_reached": False,
-    "temperature": None,
-    "distinct_pairs": None,
-    "natural": {},
-}
+NOT_MEASURED: dict[str, Any] = {"is_reached": False, "temperature": None, "natural": {}}
 TASK_REWARD = "fresh_function_reward"
 # The large numbers: label and form. The last three that are measured are shown.
 NUMBERS = {

@@ -1,8 +1,6 @@
-"""The tables of a run: its models beside the policy, and further figures of them.
+"""The table of a run: its models beside the policy.
 
-    python -c "import reports.table as t; print(t.comparison(t.Ledger(t.Path('out/my_novel'))))"
-
-A table is a list of rows. A row has a text for every head.
+python -c "import reports.table as t; print(t.comparison(t.Ledger(t.Path('out/my_novel'))))"
 """
 
 from collections.abc import Mapping
@@ -11,9 +9,7 @@ from pathlib import Path  # noqa: F401 - for the command above
 from metrics.bootstrap import format_figure
 from reports.ledger import Ledger, Record
 from reports.summary import (
-    GENERATOR,
     TASK_REWARD,
-    WORSE,
     before_and_after,
     compare,
     evaluated_models,
@@ -33,22 +29,14 @@ LABELS = {
 # The kinds of stages that learn from a reward model, and the stages that these need.
 LEARNING_KINDS = ("policy", "control_sampled", "control_distil")
 NEEDED_KINDS = ("natural_model", "reward_data", "reward_model", "policy")
-LOSS_VERDICT = "the policy's loss is"
 # The columns: a figure in summary.evaluated_models, and its form; "" for the policy's verdict.
 COMPARED = {
     "judge's loss of its text": ("judge_loss", ".3f"),
     "the policy's text is": ("judge_loss", ""),
     "unknown words": ("unknown_words", ".1%"),
     "loss on unseen text": ("calibrated_loss", ".3f"),
-    LOSS_VERDICT: ("calibrated_loss", ""),
+    "the policy's loss is": ("calibrated_loss", ""),
     "P(natural)": ("fresh_reward", ".3f"),
-}
-FURTHER = {
-    "temperature": ("temperature", ".2f"),
-    "distinct pairs": ("distinct_pairs", ".3f"),
-    "loss per token": ("loss", ".4f"),
-    "bits per byte": ("bits_per_byte", ".3f"),
-    "KL to the start": ("kl_now", ".3f"),
 }
 
 
@@ -76,9 +64,9 @@ def planned_models(ledger: Ledger) -> list[tuple[str, str, int]]:
 
 
 def comparison(ledger: Ledger) -> list[dict[str, str]]:
-    """Return the table of the models beside the policy of their cycle, natural text last.
+    """Return the rows of the models beside the policy of their cycle, natural text last.
 
-    With a task it has the task's reward, and further_figures has the verdict on the loss instead.
+    A row has a text for every head. With a task it has the task's reward too.
     """
     unmeasured = "not measured"
     if ledger.outcome == "unfinished":
@@ -86,7 +74,6 @@ def comparison(ledger: Ledger) -> list[dict[str, str]]:
     columns = COMPARED
     if task_functions(ledger):
         columns = {"task reward": (TASK_REWARD, ".3f"), **COMPARED}
-        del columns[LOSS_VERDICT]  # the table keeps its width
     rows = []
     for name, label, cycle in planned_models(ledger):
         row = dict.fromkeys(("model", *columns, "seconds"), unmeasured)
@@ -135,43 +122,6 @@ def _cell(model: Record, figure: str, form: str) -> str:
     if model.get(f"{figure}_low") is None:
         return f"{model[figure]:{form}}"
     return format_figure(model, figure, form)
-
-
-def further_figures(ledger: Ledger) -> list[dict[str, str]]:
-    """Return further figures of the measured models; with a task the reward of each function."""
-    columns = dict(FURTHER)
-    for function in task_functions(ledger):
-        columns[LOSS_VERDICT] = COMPARED[LOSS_VERDICT]  # once; the first table does not have it
-        columns[f"reward {function}"] = (f"fresh_reward_{function}", ".3f")
-    rows = []
-    for name, label, cycle in planned_models(ledger):
-        models = evaluated_models(ledger, cycle)
-        if name not in models:
-            continue
-        row = {"model": label, "file": name}
-        row.update(_cells(columns, models[name], models[f"base_model_v{cycle + 1}"]))
-        row["of the way, text"] = share_of_way(models, name, "judge_loss")
-        row["of the way, loss"] = share_of_way(models, name, "calibrated_loss")
-        row["step kept"] = "-"
-        training = ledger.figures(name)
-        if "kept_step" in training:
-            row["step kept"] = f"{training['kept_step']} of {training['steps']}"
-        rows.append(row)
-    return rows
-
-
-def share_of_way(models: Mapping[str, Record], name: str, figure: str) -> str:
-    """Return, as text, the share of the gap from generator to natural model that a model closes.
-
-    Return "-" unless the natural model is significantly better than the generator.
-    """
-    for natural in ("natural_model_v1", "natural_model"):
-        if natural in models:
-            gap = compare(models[GENERATOR], models[natural], figure)
-            gain = compare(models[GENERATOR], models[name], figure)
-            if gap["verdict"] == WORSE and "difference" in gain:
-                return f"{gain['difference'] / gap['difference']:.2f}"
-    return "-"
 
 
 def seconds_of(ledger: Ledger, record: Record) -> float:

@@ -128,7 +128,6 @@ def test_a_policy_that_broke_a_cap_ends_the_run_and_is_not_kept(
     assert "cap: kl_now" in training["stop_reason"]
     assert training["kept_step"] == 0 and training["difference"] == pytest.approx(0, abs=1e-6)
     assert_same_weights(weights(tmp_path / "policy.pt"), weights(generator))
-    assert (tmp_path / "policy.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_update_that_moves_too_far_ends_the_run_or_with_several_a_step_the_updates(

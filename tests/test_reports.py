@@ -1,4 +1,4 @@
-"""Tests of reports/: ledger, sentence, numbers, tables, pictures, passages, page.
+"""Tests of reports/: ledger, sentence, numbers, table, pictures, passages, page.
 
 pytest tests/test_reports.py
 """
@@ -20,7 +20,7 @@ from reports.ledger import Ledger
 from reports.page import make_page, write_page
 from reports.passages import pieces, read_passages
 from reports.summary import cycles_since_best, headline, reason, sentence
-from reports.table import comparison, further_figures
+from reports.table import comparison
 from reward_dataset_loader import RewardDataset
 from tokenization_manager import TokenizationManager
 
@@ -57,8 +57,6 @@ def evaluated(
     }
     return {
         "characters_per_token": CHARACTERS,
-        "bits_per_byte": 2.5,
-        "loss": 4.5,
         "temperature": 9.0,  # of the calibration
         "calibrated_loss": CHARACTERS * loss,
         "calibrated_loss_low": CHARACTERS * 1.5,
@@ -66,13 +64,11 @@ def evaluated(
         "blocks": (CHARACTERS * (loss + waves)).tolist(),
         "fresh_reward": reward,
         "natural_reward": 0.93,
-        "kl_now": 0.125,
         "quality": quality,
         "passages": [{"prompt": "To b", "completion": [["e", reward], [HOSTILE[:-1], None]]}] * 4,
     }
 
 
-POLICY = {"steps": 8, "kept_step": 6, "stop_reason": "plateau"}
 MODELS = {
     "base_model_v1": evaluated(2.493, 0.212, 1.928, 0.251),
     "base_model_v2": evaluated(1.942, 0.141, 1.769, 0.606, 0.02),
@@ -88,7 +84,7 @@ STAGES = {  # kind, cycle, figures
     "base_model_v1": ("base", 0, GENERATOR),
     "natural_model_v1": ("natural_model", 0, {"select_loss": 1.6 * CHARACTERS}),
     "reward_model_v1": ("reward_model", 1, {}),
-    "base_model_v2": ("policy", 1, POLICY),
+    "base_model_v2": ("policy", 1, {}),
     "evaluation_v2": ("evaluation", 1, MODELS),
     "control_plain_v2": ("control_plain", 1, {}),
     "control_sampled_v2": ("control_sampled", 1, {}),
@@ -117,7 +113,7 @@ def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
     ledger.outcome = "finished"
     for name, (kind, cycle, stage_figures) in STAGES.items():
         record = {"name": name, "kind": kind, "cycle": cycle, "script": "train"}
-        record.update(settings={"n_layer": 3, "learning_rate": 1e-3}, inputs={})
+        record.update(settings={}, inputs={})
         stage_figures = changes.get(name, stage_figures)
         if stage_figures is not None:
             record.update(seconds=5.0, figures=stage_figures)
@@ -252,10 +248,9 @@ def test_a_policy_whose_text_is_not_better_has_a_reason():
 
 def rewarded(reward: float) -> dict:
     """Return figures of the function short_lines, as train_grpo.py reports them."""
-    figures = {"natural_function_reward": 0.5, "distinct_pairs": 0.1, "fresh_reward_no_e": 0.5}
+    figures = {"natural_function_reward": 0.5, "distinct_pairs": 0.1}
     for end, value in (("", reward), ("_low", reward - 0.125), ("_high", reward + 0.125)):
         figures[f"fresh_function_reward{end}"] = value
-        figures[f"fresh_reward_short_lines{end}"] = value
     return figures
 
 
@@ -264,7 +259,7 @@ def test_a_task(tmp_path, reward, learned):
     """Its reward decides, by intervals that do not overlap; other figures stay. A later cycle
     that did not train does not forget it.
     """
-    policy = {**POLICY, "start": rewarded(0.25), "kept": rewarded(reward)}
+    policy = {"start": rewarded(0.25), "kept": rewarded(reward)}
     sampled = {"kept": rewarded(0.75)}
     ledger = make_ledger(tmp_path, base_model_v2=policy, control_sampled_v2=sampled)
     ledger.records["base_model_v2"]["settings"]["reward_function"] = [
@@ -287,13 +282,6 @@ def test_a_task(tmp_path, reward, learned):
     rows = comparison(ledger)
     rewards = ["0.250", "-", f"{reward:.3f}", "-", "0.750", "-"]
     assert [row["task reward"].partition(" ")[0] for row in rows] == [*rewards, "0.500"]
-    others = comparison(make_ledger())
-    assert all(len(row) == len(one) == 8 for one, row in zip(others, rows, strict=True))
-    further = further_figures(ledger)
-    assert [row["reward short_lines"].partition(" ")[0] for row in further] == rewards
-    assert further[0]["reward no_e"] == "0.500"
-    verdicts = [row["the policy's loss is"] for row in others[:-1]]
-    assert [row["the policy's loss is"] for row in further] == verdicts
     assert "distillation do not know the task." in make_page(ledger, CPU)
 
 
@@ -309,7 +297,7 @@ def test_cycles_since_best(losses, count):
     assert cycles_since_best(ledger, len(others) + 1) == count
 
 
-def test_tables():
+def test_table():
     rows = {row["model"]: row for row in comparison(make_ledger())}
     assert list(rows) == [
         "generator",
@@ -340,22 +328,9 @@ def test_tables():
     assert rows["policy"]["the policy's text is"] == ""
     assert rows["off-policy distillation"]["the policy's text is"].startswith("worse +0.057 (")
     assert [row["seconds"] for row in rows.values()] == ["5", "5", "15", "5", "15", "15", ""]
-    rows = {row["model"]: row for row in further_figures(make_ledger())}
-    assert rows["policy"] == {
-        "model": "policy",
-        "file": "base_model_v2",
-        "temperature": "0.89",
-        "distinct pairs": "0.861",
-        "loss per token": "4.5000",
-        "bits per byte": "2.500",
-        "KL to the start": "0.125",
-        "of the way, text": "0.69",
-        "of the way, loss": "0.57",
-        "step kept": "6 of 8",
-    }
 
 
-def test_tables_of_an_unfinished_run():
+def test_table_of_an_unfinished_run():
     """What is planned and not measured is in progress, until the run ends."""
     ledger = make_ledger(control_sampled_v2=None, controls_v2=None)
     for outcome, cell in (("unfinished", "in progress"), ("failed in x", "not measured")):
@@ -370,7 +345,6 @@ def test_tables_of_an_unfinished_run():
     ledger = make_ledger(evaluation_v2=models)
     ledger.about["planned"].remove("natural_model_v1")
     assert [row["seconds"] for row in comparison(ledger)][:3] == ["5", "", "10"]
-    assert further_figures(ledger)[1]["of the way, text"] == "1.00"
 
 
 def test_a_ledger_is_read_back(tmp_path):
@@ -404,25 +378,20 @@ def test_a_damaged_ledger_is_refused(tmp_path, contents):
         Ledger(tmp_path)
 
 
-def test_pictures_of_any_title(tmp_path):
-    """Dollars start no formula, control characters do no harm, and matplotlib's settings stay."""
+def test_pictures():
+    """Records may lack figures, and matplotlib's settings stay."""
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    title = f"$x^ {HOSTILE}"
-    records = [{"step": n, "train_loss": 4.0, "reward": 0.5, "natural_reward": 1} for n in (1, 2)]
-    records[1].update(select_loss=3.0, select_loss_low=2.9, select_loss_high=3.1)
-    qualities = {"policy": MODELS["base_model_v2"]["quality"]}
-    drawn = [
-        figures.draw_curves(panels, records, title) for panels in (figures.TRAINING, figures.GRPO)
-    ]
-    drawn.append(figures.quality_picture(qualities))
-    for figure in drawn:
-        figures.write_png(figure, tmp_path / "run.png")
-        assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir()] == ["run.png"]
+    records = [{"step": step, "fresh_reward": 0.5, "natural_reward": 1} for step in (0, 5)]
+    records[1].update(fresh_reward_low=0.4, fresh_reward_high=0.6)
+    records.append({"step": 5, "final": True, "fresh_reward": 0.7})
+    axes = figures.progress_picture([{"step": 1, "kl_mixture": 2.0}, *records]).axes[0]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["select part 0.5", "natural text 1"]
+    quality = figures.quality_picture({"policy": MODELS["base_model_v2"]["quality"]})
+    assert figures.as_png(quality).startswith(b"\x89PNG")
     assert dict(matplotlib.rcParams) == before
-    assert figures.draw_curves(figures.TRAINING, records[:1], title) is None  # one point: no curve
     unmeasured = evaluated(None, None, 2.0, 0.5)["quality"]
     assert figures.quality_picture({"policy": unmeasured}) is None
 
@@ -459,7 +428,7 @@ def test_passages(reward_data, predictive_reward_model, reward_model):
     passages = read_passages(reward_data, predictive_reward_model, CPU)
     dataset = RewardDataset(reward_data, "val")
     N = dataset.block_size
-    assert 1 < len(passages) <= 6
+    assert len(passages) == 2
     labels = {round(float(share) * N) for share in dataset.y[:, 0]}
     for passage in passages:
         assert len(passage.tokens) == len(passage.natural) == N
@@ -477,28 +446,25 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     ledger = make_ledger(tmp_path)
     (tmp_path / "reward_data_v1").symlink_to(reward_data)
     (tmp_path / "reward_model_v1.pt").symlink_to(predictive_reward_model)
-    lines = '{"step": 0, "select_loss": 3.0, "reward": 0.2}\n{"step": 5, "select_loss": 2.0}\n'
-    for name in ("base_model_v1", "base_model_v2"):
-        (tmp_path / f"{name}.jsonl").write_text(lines)
+    (tmp_path / "base_model_v2.jsonl").write_text('{"step": 0, "fresh_reward": 0.2}\n')
     page = make_page(ledger, CPU)
     assert f"<h1>{html.escape(sentence(ledger))}</h1>" in page
     assert "21.2% → <b>14.1%</b>" in page
-    for row in (*comparison(ledger), *further_figures(ledger)):
+    for row in comparison(ledger):
         assert all(f"<td>{html.escape(cell)}</td>" in page for cell in row.values())
     assert "natural diversity: 1.25 and 0.89." in page
     assert page.count("<b>To b</b>") == 8
     assert 'title="P(natural) 0.606">e</span>&lt;/div&gt;&lt;script&gt;' in page
     assert "<script" not in page
-    assert page.count('<b class="k" dir="ltr">K</b>') > 1
+    assert page.count('<b class="k" dir="ltr">K</b>') == 2
     assert page.count('class="text"') == page.count('class="text" dir="auto"') > 8
     shares = re.findall(r"--p: ([\d.]+)", page)
     assert shares and all(0 <= float(share) <= 1 for share in shares)
-    # quality and diversity, the loss in steps of GRPO, curves of both trainings
-    assert page.count("data:image/png;base64,") == 4
+    # quality and diversity, P(natural) in steps of GRPO
+    assert page.count("data:image/png;base64,") == 2
     assert not re.search(r"(src|href)=\"?http", page)
     passages = read_passages(tmp_path / "reward_data_v1", tmp_path / "reward_model_v1.pt", CPU)
     assert all(f"K is after {passage.crossover} tokens" in page for passage in passages)
-    assert "n_layer 3, learning_rate 0.001" in page
 
 
 def test_page_with_missing_parts(tmp_path, capsys):
@@ -510,4 +476,4 @@ def test_page_with_missing_parts(tmp_path, capsys):
     ledger = make_ledger(tmp_path, base_model_v2={}, controls_v2=None)
     ledger.records["base_model_v2"]["script"] = ""
     assert write_page(ledger, CPU) == tmp_path / "report.html"
-    assert "A copy of the generator" in (tmp_path / "report.html").read_text()
+    assert "did not learn by GRPO" in (tmp_path / "report.html").read_text()
