@@ -5,7 +5,8 @@
 The task is to write no word of more than LONGEST letters. The start is the floor of
 examples/heal_pruned_model.py. From there each of ARMS trains for equal seconds: TRL's GRPOTrainer
 with the task and a KL penalty, or CrossoverTrainer with the task and the crossover reward, whose
-natural model is the whole model; or the reward is a head on the floor's own layers.
+natural model is the whole model. Without --text, the text is English paragraphs from the
+descriptions of the installed packages.
 
 Each model is measured at temperature 1, and at the temperature at which its share of distinct word
 pairs is that of natural text. The judge is a character n-gram model of held-out text, which nothing
@@ -16,9 +17,11 @@ text lacks.
 An interrupted run continues with its first unfinished arm. Other settings need another out_dir.
 """
 
+import random
 import sys
 import time
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.heal_arms import package_text
-from common.files import read_json, write_json
+from common.files import read_json, write_json, write_text
 from common.log import format_metrics
 from common.process import run_main
 from common.settings import parse_settings, setting
@@ -64,7 +66,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "task, beta 1": {"beta": 1.0},
     "crossover, weight 1": {"reward_weights": [1.0]},
     "crossover, weight 4": {"reward_weights": [4.0]},
-    "head, weight 4": {"reward_weights": [4.0]},
 }
 
 
@@ -72,6 +73,8 @@ ARMS: dict[str, dict[str, Any]] = {
 class TaskSettings(HealSettings):
     """Compare ways to keep text natural while a model follows a task."""
 
+    text: tuple[str, ...] = ()
+    """UTF-8 text files, or folders of *.txt; none: descriptions of the installed packages"""
     out_dir: str = "out/task_trl"
     """folder of the text, the floor and results.json"""
     num_blocks: int = setting(216, minimum=128)
@@ -127,19 +130,37 @@ def main() -> None:
                 steps = settings.floor_steps
             else:
                 model = load_model(floor)
-                start = load_model(floor)
-                if arm.startswith("head"):
-                    reward = CrossoverReward(generator=start, tokenizer=tokenizer)
-                    reward.fit(blocks, settings.seed)  # a head needs more blocks than a weight
-                else:
-                    reward = CrossoverReward(whole, start, tokenizer=tokenizer)
-                    reward.fit(fitted, settings.seed)
+                reward = CrossoverReward(whole, load_model(floor), tokenizer=tokenizer)
+                reward.fit(fitted, settings.seed)
                 steps = train(model, arm, reward, blocks, settings)
             results[arm] = {"training": {"steps": steps}}
             results[arm].update(measure(Completer(model.eval()), quality))
             write_json(path, results)
         for kind, figures in results[arm].items():
             print(f"{arm}, {kind}: {format_metrics(figures)}")
+
+
+def package_text(settings: TaskSettings) -> tuple[str]:
+    """Write the shuffled paragraphs to a file in out_dir, and return its name."""
+    texts = paragraphs()
+    random.Random(settings.seed).shuffle(texts)
+    path = Path(settings.out_dir, "text.txt")
+    write_text(path, "\n\n".join(texts))
+    return (str(path),)
+
+
+def paragraphs() -> list[str]:
+    """Return English paragraphs, without code, of the installed packages' descriptions."""
+    found = set()
+    for package in distributions():
+        description = package.metadata.get_payload() or package.metadata.get("Description", "")
+        for paragraph in str(description).split("\n\n"):
+            words = paragraph.split()
+            num_plain = sum(word.strip(".,;:()'\"`*[]").isalpha() for word in words)
+            is_prose = len(words) >= 20 and num_plain > 0.8 * len(words)
+            if is_prose and paragraph.isascii() and not set(paragraph) & set("|<>=#"):
+                found.add(" ".join(words))
+    return sorted(found)
 
 
 def train(
@@ -169,7 +190,7 @@ def train(
     }
     if "beta" in ARMS[arm]:
         return trl.GRPOTrainer(policy, **parts).train().global_step
-    return CrossoverTrainer(policy, reward, credit="token", **parts).train().global_step
+    return CrossoverTrainer(policy, reward, **parts).train().global_step
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ def main() -> None:
     prompts = tokenizer.batch_decode(blocks[:, :PROMPT].tolist())
     data = import_optional("datasets").Dataset.from_dict({"prompt": prompts})
     parts = {"train_dataset": data, "processing_class": tokenizer}
-    trl.CrossoverTrainer(policy, reward, args, credit="exact", **parts).train()
+    trl.CrossoverTrainer(policy, reward, args, **parts).train()
     policy.save_pretrained(settings.out_dir)
     tokenizer.save_pretrained(settings.out_dir)
     print(f"Saved {settings.out_dir}. KL to the whole model in nats per token:")

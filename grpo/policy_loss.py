@@ -47,8 +47,7 @@ def token_advantages(
     """Return the advantages (P * G, T) of tokens from their rewards (P * G, T).
 
     A token's advantage is its reward minus the group's mean at the same position, divided by the
-    standard deviation around 0 of all advantages of the group (scale as above). TRL's scale 'batch'
-    divides by that of all advantages.
+    standard deviation around 0 of all advantages of the group (scale as above).
     mask: (P * G, T), the generated tokens, equal within a group; the others get 0, as do groups
     whose advantages are all within FLAT. The mean contains the token's own reward: the expected
     gradient is (G - 1) / G of the policy gradient.
@@ -59,11 +58,8 @@ def token_advantages(
     advantages = (groups - baseline).masked_fill(~written, 0.0)
     is_flat = advantages.abs().amax((1, 2), keepdim=True) <= FLAT  # (P, 1, 1)
     if scale != "none":
-        dims: tuple[int, ...] = (1, 2)
-        if scale == "batch":
-            dims = (0, 1, 2)
-        number = written.sum(dims, keepdim=True)  # (P, 1, 1), or (1, 1, 1) of the batch
-        variance = advantages.square().sum(dims, keepdim=True) / (number - 1).clamp(min=1)
+        number = written.sum((1, 2), keepdim=True)  # (P, 1, 1)
+        variance = advantages.square().sum((1, 2), keepdim=True) / (number - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + EPSILON)
     return advantages.masked_fill(is_flat, 0.0).flatten(0, 1)
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from common.device import evaluating, random_stream
 from common.files import load_state, save_state
 from common.log import print0
 from common.process import UserError, first_line, require, run_main, warn
@@ -32,8 +31,6 @@ ROWS = 8  # sequences read at a time: their logits are B * T * V numbers
 SAMPLES = 2  # crossover samples of a natural block
 # Nats per token by which log-probabilities of one model may differ between two precisions
 MAX_DIFFERENCE = 0.05
-REWARD_FILE = "crossover_reward.pt"  # the fitted reward, in the folder of a run or checkpoint
-NO_REFRESH = "only a head is fitted again, and with a natural model there is none"
 Rows = Sequence[Sequence[int]]  # token ids of sequences of any lengths
 
 
@@ -118,9 +115,8 @@ class CrossoverReward:
     weight: w of the mixture m = w p + (1 - w) q; None: call `fit`. tokenizer: of both models; None:
     the generator's, loaded by its name. natural_tokenizer: of a loaded natural model, to compare
     vocabularies that are padded to two sizes. max_completion_length: the tokens asked for, as in
-    GRPOConfig. refresh_every: optimizer steps after which CrossoverTrainer fits the head to the
-    policy's own text again; None or 0: never. Both models are on one device. Raise UserError if the
-    vocabularies differ or a model cannot be loaded.
+    GRPOConfig. Both models are on one device. Raise UserError if the vocabularies differ or a model
+    cannot be loaded.
 
     As a reward function of TRL's GRPOTrainer it returns E[K] / T, with T the tokens of the prompt
     and those asked for. Text after an early end could only raise E[K]; stopping early is therefore
@@ -138,13 +134,8 @@ class CrossoverReward:
         tokenizer: Any = None,
         natural_tokenizer: Any = None,
         max_completion_length: int = 512,
-        refresh_every: int | None = None,
     ) -> None:
         require(generator is not None, "the reward has no generator: pass its folder or model")
-        require(
-            refresh_every is None or refresh_every >= 0,
-            f"refresh_every={refresh_every}: must be at least 0; 0: never",
-        )
         if tokenizer is None and isinstance(generator, str):
             tokenizer = load_tokenizer(generator)
         self.generator_name = None  # of a model that is loaded here
@@ -159,7 +150,6 @@ class CrossoverReward:
         self.max_completion_length = max_completion_length  # CrossoverTrainer sets it
         self.chat_template_kwargs: dict[str, Any] = {}  # those of GRPOConfig, for GRPOTrainer
         self.device = generator.device
-        self.refresh_every = refresh_every
         self.is_fitted = False
         self.figures: dict[str, Any] = {}  # of the last fit
         self.samples: Samples | None = None  # to which the head was fitted
@@ -168,7 +158,6 @@ class CrossoverReward:
             vocab_size = generator.config.get_text_config().vocab_size
             self.head = TrunkHead(CausalModel(generator.eval(), vocab_size))
         else:
-            require(not refresh_every, f"refresh_every={refresh_every}: {NO_REFRESH}")
             vocab_size = common_vocab_size(natural, generator, natural_tokenizer, tokenizer)
             require(
                 natural.device == generator.device,
@@ -234,17 +223,14 @@ class CrossoverReward:
 
     def __call__(self, prompts: Sequence[Any], completion_ids: Rows, **_: Any) -> list[float]:
         """Return E[K] / T of each prompt with its completion."""
-        return self.score(self.prompt_ids(prompts), completion_ids)[0]
+        return self.score(self.prompt_ids(prompts), completion_ids)
 
-    def score(self, prompt_ids: Rows, completion_ids: Rows) -> tuple[list[float], Tensor, Tensor]:
-        """Return E[K] / T of each prompt with its completion, and the result of `read`."""
+    def score(self, prompt_ids: Rows, completion_ids: Rows) -> list[float]:
+        """Return E[K] / T of each prompt with its completion."""
         rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         lengths = [len(prompt) + self.max_completion_length for prompt in prompt_ids]
-        evidence, start = self.read(rows)
-        probabilities = probabilities_of_rows(evidence, rows)
-        expected_crossovers = probabilities.sum(1)  # (B,): E[K]
-        shares = (expected_crossovers.cpu() / torch.tensor(lengths)).tolist()
-        return shares, evidence, start
+        expected_crossovers = self.token_probabilities(rows).sum(1)  # (B,): E[K]
+        return (expected_crossovers.cpu() / torch.tensor(lengths)).tolist()
 
     def prompt_ids(self, prompts: Sequence[Any]) -> Rows:
         """Return the token ids of prompts, texts or lists of messages, as TRL makes them."""
@@ -281,7 +267,12 @@ class CrossoverReward:
         select = samples.pick(~is_report)
         before = deepcopy(self.head.fitted())
         try:
-            figures = self._fit_head(select, samples.pick(is_report), seed)
+            report = samples.pick(is_report)
+            figures, prediction = self.head.fit(select, report, seed)
+            skill = measure_skill(prediction, report.shares(), report.blocks, T, seed)
+            figures.update(skill)
+            figures["log_q"] = self._log_q(select)  # by which `load` knows the generator
+            print0(describe_skill(figures))
             if not better_than_constant(figures["r2_low"]):
                 finding = f"{self.head.finding}: {self.head.way_out}"
                 require(
@@ -295,45 +286,6 @@ class CrossoverReward:
         self.is_fitted = True
         self.figures = figures
         self.samples = select
-        return figures
-
-    def refresh(self, policy: Any, step: int, seed: int = 0) -> dict[str, Any]:
-        """Fit the head to text that the policy writes now, after so many optimizer steps.
-
-        The head stays on its layer and starts from its present weights. Every natural block gets a
-        new sample, which replaces one of the block's two training samples, drawn at random. Return
-        the figures of new samples of blocks that no head is trained on, as `fit` does. Warn if the
-        interval of R2 includes 0.
-        """
-        require(not self.has_distributions, NO_REFRESH)
-        samples = self.samples
-        if samples is None:
-            raise UserError("ERROR: the reward has no text to fit its head to: call fit()")
-        half = len(samples.natural) // 2
-        draw = random_stream(seed, "refresh", step)
-        with evaluating(policy):
-            fresh = draw_samples(policy, samples.natural, 1, int(draw.integers(2**31)))
-        which = torch.from_numpy(draw.integers(SAMPLES, size=half))
-        replaced = torch.arange(half) * SAMPLES + which
-        samples.ids[replaced] = fresh.ids[:half]
-        samples.crossovers[replaced] = fresh.crossovers[:half]
-        report = fresh.pick(fresh.blocks >= half)
-        figures = self._fit_head(samples, report, seed, [int(self.head.layer)])
-        figures["step"] = step
-        if not better_than_constant(figures["r2_low"]):
-            warn(f"step {step}: the head does not predict where the policy's text begins")
-        self.figures = figures
-        return figures
-
-    def _fit_head(
-        self, select: Samples, report: Samples, seed: int, *layers: Sequence[int]
-    ) -> dict[str, Any]:
-        """Fit the head to samples; print and return the figures of the samples to report."""
-        figures, prediction = self.head.fit(select, report, seed, *layers)
-        T = report.ids.size(1)
-        figures.update(measure_skill(prediction, report.shares(), report.blocks, T, seed))
-        figures["log_q"] = self._log_q(select)  # by which `load` knows the generator
-        print0(describe_skill(figures))
         return figures
 
     def _log_q(self, samples: Samples) -> float:

@@ -50,15 +50,13 @@ def exact_terms(
     ids: Tensor,
     attention_mask: Tensor,
     weights: Tensor,
-    kl: str,
     needs_samples: bool,
 ) -> dict[str, Tensor]:
     """Return the `loss` () of a policy and the TERMS (B, C) of the tokens of its completions.
 
     head: the TwoModels of a CrossoverReward, whose mixture m is the target.
     ids, attention_mask: (B, N), with padding on both sides. weights: (B, C), the factor of each
-    token's divergence in the loss; 0 where a token does not count, as are its terms. kl: see
-    `grpo.policy_loss.divergence`.
+    token's divergence in the loss; 0 where a token does not count, as are its terms.
 
     Terms: `divergence` and `entropy`; of the token itself: `kl_start` log(pi/q), `evidence`
     log(m/q), `log_probs` log pi. With needs_samples, `log_probs` and `entropy` have a gradient.
@@ -90,7 +88,7 @@ def exact_terms(
             natural = logits_of(head.natural, frozen[0][piece])
             start = logits_of(head.generator, frozen[1][piece])
             evidence, start = head.distributions((natural, start))  # (k, V) each
-        losses = divergence(log_probs, evidence, start, kl)  # (k,)
+        losses = divergence(log_probs, evidence, start)  # (k,)
         if torch.is_grad_enabled():
             found = torch.autograd.grad(weights[piece] @ losses, (leaf, *trained))
             of_states[piece] = found[0]
@@ -154,4 +152,4 @@ def check_logits(model: CausalModel) -> None:
     is_plain = is_linear and bool((found - expected).norm() <= MAX_LOGIT_ERROR * expected.norm())
     rule = "logits must come from a linear layer, neither adapted nor scaled nor capped"
     name = type(base_of(model)).__name__
-    require(is_plain, f'credit="exact" does not fit {name} (its {rule}): use credit="token"')
+    require(is_plain, f"{name} does not fit: its {rule}: use another model, or adapt other layers")

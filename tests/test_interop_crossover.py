@@ -16,12 +16,9 @@ from test_interop_trl_uses import make_trainer
 
 import grpo.policy_loss as formulas
 from common.process import UserError
-from grpo.rewards import token_rewards
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
-from losses import token_log_probs
 from reward.heads import LikelihoodRewardModel
 from reward.posterior import natural_probabilities
-from reward.scorer import RewardScorer
 from training.checkpoint import build_model, load_checkpoint
 
 pytestmark = pytest.mark.interop
@@ -140,7 +137,6 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, head, generator, t
         exported,
         tmp_path,
         f"{SETTINGS} --max_grad_norm 1e9",
-        credit="token",
         model=model,
         reward=make_reward(exported),
         train_dataset=prompts(PROMPTS),
@@ -149,7 +145,6 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, head, generator, t
     compute = trainer._compute_loss
     contents = load_checkpoint(generator)
     config = contents["config"]
-    scorer = RewardScorer(head, build_model(contents, generator))
     batches = []
     compared = []
 
@@ -166,18 +161,11 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, head, generator, t
         policy.load_state_dict({name: own[name] for name in own if name in policy.state_dict()})
         batch = batches[-1]
         ids = torch.cat((batch["prompt_ids"], batch["completion_ids"]), 1)
-        # TRL shuffles a batch: the groups side by side again.
-        rows = sorted(range(len(ids)), key=ids[:, :4].tolist().__getitem__)
-        ids = ids[rows]
-        mask = torch.ones(len(ids), ids.size(1) - 1, dtype=torch.bool)
-        mask[:, :-C] = False
-        log_probs = token_log_probs(policy.logits(policy.trunk(ids[:, :-1])), ids[:, 1:])
-        rewards = token_rewards(scorer(ids, mask), log_probs.detach())
-        advantages = formulas.token_advantages(rewards, mask, G)
-        theirs = batch["advantages"][rows]
-        torch.testing.assert_close(advantages[:, -C:], theirs, atol=1e-3, rtol=1e-3)
-        loss, _ = formulas.policy_loss(log_probs, None, advantages, mask.float(), loss_type="dapo")
-        loss.backward()
+        states = policy.trunk(ids[:, :-1])[:, -C:]
+        frozen = [each.trunk(ids[:, :-1])[:, -C:] for each in (head.natural, head.generator)]
+        evidence, start = head.distributions(frozen)  # (R, C, V) each
+        log_probs = policy.logits(states).log_softmax(-1)
+        formulas.divergence(log_probs, evidence, start).mean().backward()
         expected = {name: weight.grad for name, weight in policy.named_parameters()}
         for name, weight in model.named_parameters():
             if weight.requires_grad:
@@ -216,7 +204,7 @@ def test_positions_that_are_learned_have_their_limits(exported, tmp_path, corpus
         trainer.train()
 
 
-def replay(generator: str, natural: str, out: str, credit: str) -> None:
+def replay(generator: str, natural: str, out: str) -> None:
     """Take two steps on completions of several lengths, a function of their prompts; write the
     gradients of the second to `out`. With the variables of FSDP, shard the weights.
     """
@@ -266,7 +254,6 @@ def replay(generator: str, natural: str, out: str, credit: str) -> None:
         out + ".trainer",
         f"{SETTINGS} --optim sgd --per_device_train_batch_size {rows} --scale_rewards batch",
         Replay,
-        credit,
         reward=make_reward((generator, natural)),
         reward_funcs=[lambda completion_ids, **_: [float(ids[0]) for ids in completion_ids]],
         train_dataset=prompts(["The ", "a h"]),
@@ -284,19 +271,17 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("credit", "variables"), [("token", {}), ("exact", {}), ("exact", SHARDED)]
-)
-def test_two_processes_have_the_gradient_of_one(exported, tmp_path, credit, variables):
+@pytest.mark.parametrize("variables", [{}, SHARDED], ids=["DDP", "FSDP"])
+def test_two_processes_have_the_gradient_of_one(exported, tmp_path, variables):
     one = tmp_path / "one.pt"
     two = tmp_path / "two.pt"
-    replay(*exported, str(one), credit)
+    replay(*exported, str(one))
     script = tmp_path / "replay.py"
     script.write_text(
         "import sys\nfrom test_interop_crossover import replay\nreplay(*sys.argv[1:])\n"
     )
     launch = "-m torch.distributed.run --standalone --nproc_per_node=2"
-    command = [sys.executable, *launch.split(), script, *exported, two, credit]
+    command = [sys.executable, *launch.split(), script, *exported, two]
     path = {**os.environ, **variables, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     subprocess.run(command, check=True, env=path, timeout=300)
     expected = torch.load(one)

@@ -23,7 +23,7 @@ SETTINGS = (
 )
 
 
-def make_trainer(models, folder, settings="", kind=None, credit="auto", **arguments):
+def make_trainer(models, folder, settings="", kind=None, **arguments):
     """Return a trainer of two prompts a step; `settings` are options of GRPOConfig."""
     from datasets import Dataset
     from transformers import HfArgumentParser
@@ -37,7 +37,6 @@ def make_trainer(models, folder, settings="", kind=None, credit="auto", **argume
         kind = CrossoverTrainer
     if issubclass(kind, CrossoverTrainer):
         arguments.setdefault("reward", CrossoverReward(models[1], models[0], weight=0.5))
-        arguments["credit"] = credit
     arguments.setdefault("model", models[0])
     arguments.setdefault("train_dataset", Dataset.from_dict({"prompt": 4 * PROMPTS}))
     return kind(args=args, **arguments)
@@ -100,13 +99,12 @@ def test_advantages_of_functions_are_those_of_trl(models, tmp_path, functions, w
 
     data = Dataset.from_dict({"prompt": PROMPTS, "factor": [2, 0, 2, 0]})
 
-    def train(name, kind, functions, weights):
+    def train(name, kind):
         trainer = make_trainer(
             models,
             tmp_path / name,
             f"--log_completions True {settings} {weights}",
             keeping(kind),
-            "token",
             reward_funcs=[models[0] if f == "model" else f for f in functions],
             train_dataset=data,
         )
@@ -114,20 +112,18 @@ def test_advantages_of_functions_are_those_of_trl(models, tmp_path, functions, w
         table = read_parquet(tmp_path / name / "completions/completions_00001.parquet")
         return trainer.kept, trainer.state.log_history[0], table
 
-    crossover, own_figures, _ = train("crossover", CrossoverTrainer, [], "")
-    theirs, figures, table = train("theirs", GRPOTrainer, functions, weights)
-    both, both_figures, both_table = train("both", CrossoverTrainer, functions, weights)
+    theirs, figures, table = train("theirs", GRPOTrainer)
+    both, both_figures, both_table = train("both", CrossoverTrainer)
     task_advantages = theirs["advantages"][:, None] * both["completion_mask"]
     if weights:  # TRL's scaling removes their common size
         sizes = [abs(float(weight)) for weight in weights.split()[1:]]
         task_advantages = task_advantages * max(sizes)
-    assert min(crossover["advantages"].abs().max(), task_advantages.abs().max()) > 0.01
-    torch.testing.assert_close(both["advantages"], crossover["advantages"] + task_advantages)
+    assert task_advantages.abs().max() > 0.01
+    torch.testing.assert_close(both["advantages"], task_advantages)
     for name, value in figures.items():
         if name.startswith(("reward", "frac", "completions", "mean_length")):
             assert both_figures[name] == value, name
-    name = "rewards/crossover_reward/mean"
-    assert both_figures[name] == pytest.approx(own_figures[name])
+    assert 0 < both_figures["rewards/crossover_reward/mean"] < 1
     assert_frame_equal(both_table.drop(columns="crossover_reward"), table)
 
 
@@ -325,11 +321,14 @@ def test_tokens_that_an_environment_wrote_have_no_advantage(models, tmp_path):
     from interop.crossover_trainer import CrossoverTrainer
 
     kind = keeping(CrossoverTrainer)
-    trainer = make_trainer(models, tmp_path, "", kind, "token", rollout_func=rollout)
+    parts = {"rollout_func": rollout, "reward_funcs": [capitals]}
+    trainer = make_trainer(models, tmp_path, "", kind, **parts)
     trainer.train()
     is_foreign = trainer.kept["tool_mask"] == 0
     assert trainer.kept["completion_mask"][is_foreign].any()
-    assert not trainer.kept["advantages"][is_foreign].any()
+    assert trainer.kept["advantages"].any() and not trainer.kept["advantages"][is_foreign].any()
+    divergence = trainer._terms["divergence"]
+    assert (divergence != 0).sum() == (trainer.kept["completion_mask"] * ~is_foreign).sum()
 
 
 REJECTED = """
@@ -370,3 +369,6 @@ def test_other_uses_that_cannot_work_are_rejected(models, tmp_path):
         make_trainer(models, tmp_path, reward=reward).train()
     with pytest.raises(UserError, match="rename the reward function"):
         make_trainer(models, tmp_path, reward_funcs=[reward])
+    reward = CrossoverReward(generator=models[0])
+    with pytest.raises(UserError, match=r"training on a head gave no gain.*: pass natural="):
+        make_trainer(models, tmp_path, reward=reward)

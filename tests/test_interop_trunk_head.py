@@ -5,7 +5,6 @@ pytest tests/test_interop_trunk_head.py
 
 import pytest
 import torch
-from test_interop_trl_uses import capitals, lora, make_trainer
 from torch.nn import functional as F
 
 from common.process import UserError
@@ -110,8 +109,6 @@ def test_what_is_saved_is_loaded_and_checked(models, fitted, tmp_path):
     two = CrossoverReward(models[1], models[0], weight=0.5)
     with pytest.raises(UserError, match="does not hold a weight of two models: fit the"):
         two.load(path)
-    with pytest.raises(UserError, match="ERROR: only a head is fitted again"):
-        two.refresh(models[0], 1)
     two.save(path)
     with pytest.raises(UserError, match="does not hold a head on 1 layers of 8 channels: fit the"):
         other.load(path)
@@ -136,38 +133,3 @@ def test_what_is_saved_is_loaded_and_checked(models, fitted, tmp_path):
     path.write_bytes(path.read_bytes()[:-99])
     with pytest.raises(UserError, match="damaged or not a checkpoint"):
         other.load(path)
-
-
-def test_a_refresh_replaces_one_of_two_samples_of_each_block(models):
-    blocks = narrow_blocks(64)
-    reward = CrossoverReward(generator=models[0])
-    reward.fit(blocks)
-    before = reward.samples.ids.clone()
-    with pytest.raises(UserError, match="refresh_every=-1: must be at least 0"):
-        CrossoverReward(generator=models[0], refresh_every=-1)
-    figures = reward.refresh(load_model(models[0]), step=4)
-    assert figures["step"] == 4 and figures["num_blocks"] == 32
-    ids, crossovers = reward.samples.ids, reward.samples.crossovers
-    assert ((ids != before).any(1).view(32, 2).sum(1) == 1).all()
-    is_natural = torch.arange(T) < crossovers[:, None]
-    assert torch.equal(ids[is_natural], blocks[reward.samples.blocks][is_natural])
-
-
-@pytest.mark.parametrize("functions", [None, [capitals]])
-def test_a_run_with_the_head_is_resumed_with_its_fresh_fit(models, tmp_path, functions):
-    settings = "--max_steps 5 --save_strategy steps --save_steps 1"
-    ends = []
-    for start in (None, str(tmp_path / "checkpoint-3")):
-        reward = CrossoverReward(generator=models[0], refresh_every=2)
-        reward.fit(narrow_blocks(), seed=1)
-        before = reward.evidence([[60, 61, 90]])
-        trainer = make_trainer(
-            models, tmp_path, settings, reward=reward, reward_funcs=functions, peft_config=lora()
-        )
-        trainer.train(resume_from_checkpoint=start)
-        ends.append((trainer.model.state_dict(), reward.head.fitted(), vars(reward.samples)))
-        name = "crossover/refresh_r2"
-        refreshed = [record[name] > 0 for record in trainer.state.log_history if name in record]
-        assert refreshed == [True, True]
-        assert not torch.equal(reward.evidence([[60, 61, 90]]), before)
-    torch.testing.assert_close(*ends, atol=0, rtol=0)
