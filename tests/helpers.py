@@ -29,6 +29,7 @@ import pytest
 import torch
 
 from common.log import read_records
+from common.settings import Settings
 from data_loader import split_and_encode
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager, save_meta
@@ -71,6 +72,18 @@ control_distil = dict(credit='exact', prefixes='natural', prompts_per_step=4, ma
 evaluate = dict(samples=20)
 """
 
+# Where settings are, if not in the script
+SETTINGS_OF = {
+    "data/shakespeare/prepare": "corpus/encode",
+    "data/shakespeare_char/prepare": "corpus/encode",
+    "evaluate": "metrics/settings",
+    "interop/crossover_reward": "interop/read_text",
+    "prepare_reward_data": "reward_data_config",
+    "train_grpo": "grpo/settings",
+    "train": "training/settings",
+    "train_reward_model": "reward/settings",
+}
+
 # Tests of tiny models are fastest with one thread, in this process and in those that it starts.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 torch.set_num_threads(1)
@@ -98,6 +111,17 @@ def as_arguments(options: dict[str, Any]) -> list[str]:
             *(map(str, value) if isinstance(value, list | tuple) else [str(value)]),
         ]
     return arguments
+
+
+def settings_of(script: str) -> type[Settings]:
+    """Return the settings class of a script."""
+    file = SETTINGS_OF.get(script, script)
+    module = importlib.import_module(file.replace("/", "."))
+    for value in vars(module).values():
+        is_defined_here = getattr(value, "__module__", "") == module.__name__
+        if is_defined_here and isinstance(value, type) and issubclass(value, Settings):
+            return value
+    raise ValueError(f"{file}.py has no settings")
 
 
 def call(script: str, *arguments: str, **options: Any) -> Finished:

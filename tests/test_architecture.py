@@ -27,12 +27,12 @@ from code_size import (
 
 sys.path.insert(0, str(ROOT))
 
-from option_tables import settings_of
+from helpers import settings_of
 
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
     "nodes of the product": 52_270,
-    "nodes of tests": 50_100,
+    "nodes of tests": 49_849,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
     "nodes per line": 6.9,
@@ -49,6 +49,12 @@ BUDGETS = {
     "options of run_cycles": 10,
     "options of evaluate": 12,
     "options of sample": 9,
+    "options of prepare_text": 8,
+    "options of reward_dataset_loader": 1,
+    "options of data/shakespeare_char/prepare": 8,  # those of every corpus
+    "options of interop/crossover_reward": 6,
+    "options of interop/export": 3,
+    "options of all scripts": 160,
 }
 # Which modules a script may load, by folder or name. grpo in evaluate and
 # generation in reward_dataset_loader are not needed, but loaded today.
@@ -135,8 +141,11 @@ def counts() -> dict[str, float]:
         numbers[f"{name} per 100 lines"] = 100 * count / len(product.lines)
     numbers["files at the root"] = sum(folder_of(path) == "" for path in PRODUCT)
     numbers["folders"] = len({folder_of(path) for path in PRODUCT} - {""})
-    for name in [name for name in BUDGETS if name.startswith("options of ")]:
+    num_options = 0
+    for name in [name for name in BUDGETS if name.startswith("options of ")][:-1]:
         numbers[name] = len(fields(settings_of(name.removeprefix("options of "))))
+        num_options += numbers[name]
+    numbers["options of all scripts"] = num_options
     return numbers
 
 

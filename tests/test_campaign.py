@@ -33,11 +33,11 @@ from helpers import (
     folder_bytes,
     make_text,
     refuse,
+    settings_of,
     weights,
 )
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from option_tables import settings_of
 
 from data_loader import TOKEN_DTYPE
 from tokenization_manager import TokenizationManager
