@@ -41,11 +41,6 @@ def token_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
     return (chosen.float() - log_sum).masked_fill(log_sum == math.inf, math.nan)
 
 
-def next_token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return the mean cross-entropy (a scalar, in nats) of targets y given tokens x, (B, T)."""
-    return model(x, y)[1]
-
-
 def language_model_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Return the mean cross-entropy in nats over all targets of batches, or infinity without any.
 

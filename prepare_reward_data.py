@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from common.device import autocast, random_stream, select_device
-from common.distributed import Ranks, start_ranks
 from common.files import atomic_folder, atomic_path, hash_bytes, lock_output
 from common.log import counted, format_size, print0, progress
 from common.process import Finished, require, run_main
@@ -108,13 +107,12 @@ def blocks_by_shard(
 
 def write_shards(
     folder: Path,
-    ranks: Ranks,
     completer: Completer,
     tokens: np.ndarray,
     split: str,
     config: RewardDataConfig,
 ) -> list[Path]:
-    """Write this rank's share of the missing shards of a split. Return the paths of all shards."""
+    """Write the missing shards of a split. Return the paths of all shards."""
     shards = blocks_by_shard(tokens, completer, config)
     paths = [folder / f"{split}_{number:06}.npz" for number in range(len(shards))]
     done = [path for path in paths if path.is_file()]
@@ -123,12 +121,11 @@ def write_shards(
     num_blocks = sum(map(len, shards))
     with progress(num_blocks, "Processing blocks") as bar:
         for number, blocks in enumerate(shards):
-            if number % ranks.world_size == ranks.rank and paths[number] not in done:
+            if paths[number] not in done:
                 x, y = make_samples(completer, tokens, blocks, split, config)
                 with atomic_path(paths[number]) as partial, open(partial, "wb") as file:
                     np.savez(file, x=x, y=y)
             bar.update(len(blocks))
-    ranks.sum(0.0)  # wait until every rank has written
     print0(f"Created {num_blocks * config.samples_per_chunk:,} reward model samples")
     return paths
 
@@ -203,11 +200,11 @@ def main() -> None:
     # settings, model and data
     config = parse_settings(RewardDataConfig, "prepare_reward_data")
     print0("Configuration validation passed")
-    ranks = start_ranks(select_device(config.device))
+    device = select_device(config.device)
     model_path = str(config.model_path)
-    print0(f"Using device: {ranks.where}\nLoading base model from {model_path}")
+    print0(f"Using device: {device}\nLoading base model from {model_path}")
     checkpoint = load_checkpoint(model_path)
-    model = build_model(checkpoint, model_path, ranks.device)
+    model = build_model(checkpoint, model_path, device)
     print0(f"Loaded model with {format_size(model.num_parameters())}")
     N = model.config.block_size
     require(N >= 2, "block_size=1: a crossover needs a block of at least 2 tokens")
@@ -235,7 +232,7 @@ def main() -> None:
         "block_size": N,
         "model_sha256": hash_model(model_path),
         **data,
-        "device_type": ranks.device.type,
+        "device_type": device.type,
     }
     for name in IDENTITY:
         identity[name] = getattr(config, name)
@@ -243,9 +240,8 @@ def main() -> None:
     # Each dataset has unfinished work of its own, so settings may change in between.
     digits = hash_bytes(json.dumps(identity).encode())[:12]
     partial = output.with_name(f"{output.name}.partial-{digits}")
-    if ranks.rank == 0:
-        lock_output(output, is_folder=True)
-    if ranks.run_on_rank0(lambda: is_complete(output, identity, config.overwrite)):
+    lock_output(output, is_folder=True)
+    if is_complete(output, identity, config.overwrite):
         raise Finished(f"{config.output_dir} already holds exactly this dataset: nothing to do")
 
     # samples
@@ -260,11 +256,9 @@ def main() -> None:
         print0(f"Top-k: {config.top_k}")
     completer = Completer(model, N)
     print0("\n=== Generating Training Samples ===")
-    train_shards = write_shards(partial, ranks, completer, splits.train, "train", config)
+    train_shards = write_shards(partial, completer, splits.train, "train", config)
     print0("\n=== Generating Validation Samples ===")
-    val_shards = write_shards(partial, ranks, completer, splits.val, "val", config)
-    if ranks.rank != 0:
-        return
+    val_shards = write_shards(partial, completer, splits.val, "val", config)
 
     # files; np.load executes nothing, because it reads no pickles
     print0(f"\n=== Saving to {config.output_dir} ===")

@@ -31,7 +31,7 @@ from common.process import run_main
 from common.settings import parse_settings
 from corpus.corpus import Corpus, open_corpus
 from data_loader import WholeSplitBatches, get_batch, validation_part
-from losses import next_token_loss, perplexity, text_log_probs
+from losses import perplexity, text_log_probs
 from metrics.bootstrap import bootstrap_blocks
 from metrics.calibration import fit_calibration
 from model import GPT, GPTConfig
@@ -76,7 +76,7 @@ def main() -> None:
         input_hashes["start"] = settings.start_path and hash_model(settings.start_path)
 
     # model: of the run to resume, of the checkpoint, or new
-    run = Run(output_path(settings), settings, ranks, input_hashes)
+    run = Run(output_path(settings), settings, input_hashes, ranks)
     first_batch = 0
     if settings.init_from == "resume":
         model, first_batch = model_to_resume(run)
@@ -161,7 +161,7 @@ def train(
     if not run.is_resumed:
         evaluate(0)
     computed_model: Any = torch.compile(model) if settings.compile else model
-    forward = parallel(computed_model, ranks, dtype)
+    trained_model = parallel(computed_model, ranks)
     for step in run.steps(settings.max_iters, stopping.reason):
         start_time = time.perf_counter()
         optimizers.set_learning_rate_factor(schedule.factor(step))
@@ -173,8 +173,10 @@ def train(
             # All ranks draw the same batch, and each reads its rows: x and y are (B / ranks, T).
             rows = ranks.share(num_rows)
             x, y = get_batch(corpus.train, context, num_rows, rng, ranks.device, rows)
-            with no_sync(forward, last=micro_step == settings.gradient_accumulation_steps):
-                loss = forward(next_token_loss, x, y) / settings.gradient_accumulation_steps
+            with no_sync(trained_model, last=micro_step == settings.gradient_accumulation_steps):
+                with autocast(ranks.device, dtype):
+                    _, loss = trained_model(x, y)
+                loss = loss / settings.gradient_accumulation_steps
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()
         norm = optim.take_step(model, optimizers, settings.grad_clip, scaler)
@@ -354,4 +356,4 @@ def evaluate_checkpoint(settings: TrainSettings, ranks: Ranks, dtype: torch.dtyp
 
 
 if __name__ == "__main__":
-    run_main(main, RESUME_HINT)
+    run_main(main, RESUME_HINT, several_ranks=True)

@@ -23,7 +23,7 @@ Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) re
 Shapes: P prompts (prompts_per_step), G completions of each (group_size), R = P * G rows, N tokens
 in a row (block_size of the generator), V token ids. A row is a prompt of 1 to N / 2 tokens and its
 completion up to N tokens. Nothing predicts the first token of a row, so tensors of predictions are
-(R, N - 1): column t belongs to token t + 1. With torchrun, P below is a rank's share of prompts.
+(R, N - 1): column t belongs to token t + 1.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,6 @@ from typing import Any
 import torch
 
 from common.device import select_device, select_dtype
-from common.distributed import Ranks, start_ranks
 from common.log import check_finite, format_size, print0, read_records
 from common.process import require, run_main, warn
 from common.settings import parse_settings
@@ -67,8 +66,7 @@ FLAT_NOTE = (
 
 def main() -> None:
     settings = parse_settings(GRPOSettings, "train_grpo")
-    ranks = start_ranks(select_device(settings.device))
-    ranks.check_divides("prompts_per_step", settings.prompts_per_step)
+    device = select_device(settings.device)
 
     # The policy pi learns. The scorer holds frozen models: the reward model, if there is one, and
     # pi_ref, the policy's start. pi_old is pi at the beginning of a step: no copy of it is kept,
@@ -77,15 +75,15 @@ def main() -> None:
     base = load_checkpoint(base_path)
     corpus = open_corpus(settings.dataset, base["config"].block_size + 1)
     check_tokenizer(base, corpus.tokenizer)
-    scorer = load_scorer(settings, base, corpus, ranks.device)
-    policy = build_model(base, base_path, ranks.device)
+    scorer = load_scorer(settings, base, corpus, device)
+    policy = build_model(base, base_path, device)
     completer = Completer(policy, policy.config.block_size)
     settings = resolve(settings, scorer.is_ratio, scorer.knows_tokens)
-    print_choices(settings, policy, scorer, ranks)
+    print_choices(settings, policy, scorer, device)
 
     # Prompts come from the training split. The validation split has a part that selects, and one
     # for the final report.
-    run = start_run(settings, ranks, input_hashes(settings, base, corpus, scorer, ranks))
+    run = start_run(settings, input_hashes(settings, base, corpus, scorer))
     # It finds what the policy copies from the training text.
     copies = CopyFinder(corpus.train, corpus.tokenizer.decode)
     evaluate = PolicyEvaluation(scorer, corpus, copies, settings.seed, "select")
@@ -94,14 +92,14 @@ def main() -> None:
     # What learns, and what the saved state contains. In a resumed run, start_run has read the state
     # and `track` loads it into these objects; then the schedule has its original length.
     stops = Stops(settings, corpus.characters_per_token)
-    update = Updater(policy, scorer.reward_model, settings, ranks, stops.cap("kl_step"))
+    update = Updater(policy, scorer.reward_model, settings, device, stops.cap("kl_step"))
     schedule = Schedule(settings.lr_schedule, settings.max_steps, int(WARMUP * settings.max_steps))
     best = BestAtTask() if settings.reward_function else Best()
     run.track(policy=policy, optimizers=update.optimizers, schedule=schedule)
     run.track(stops=stops, best=best)
     schedule.check_num_steps("max_steps", settings.max_steps)
     if not run.is_resumed:
-        figures = ranks.run_on_rank0(lambda: evaluate(completer))
+        figures = evaluate(completer)
         stops.start(figures)
         best.update(selection_value(figures, settings.kl), 0, policy.state_dict().items(), figures)
         run.log(0, **figures)
@@ -114,7 +112,7 @@ def main() -> None:
         # (R, N - 1) float32; mask (R, N - 1) bool says which tokens follow a prompt. Only these are
         # rewarded and learned. (With credit=exact, prefixes=natural makes the rows natural text
         # after a prompt: then G is 1, and there is no log pi_old.)
-        rollouts = sample(completer, corpus.train, settings, step + 1, ranks)
+        rollouts = sample(completer, corpus.train, settings, step + 1, device)
 
         # Score: the models read the rows, prompts included, and return log pi_ref (R, N - 1) and
         # P(natural) (R,), all float32. A likelihood head also returns the evidence (R, N - 1):
@@ -134,7 +132,7 @@ def main() -> None:
         # With credit=exact (what auto chooses with a likelihood head) the model's is None: the
         # update computes the expectation over all V next tokens instead of comparing sampled ones.
         advantages = compute_advantages(rollouts, scores, settings)
-        figures = step_figures(rollouts, scores, advantages, settings, ranks)
+        figures = step_figures(rollouts, scores, advantages, settings)
         if figures.get("flat_groups") == 1 and not warned_of_flat_groups:
             warn(FLAT_NOTE)
             warned_of_flat_groups = True
@@ -166,7 +164,7 @@ def main() -> None:
                 and figures["updates"] == settings.updates_per_step
             ):
                 figures["kl_step"] = update.kl_of_step(rollouts)
-            evaluation = ranks.run_on_rank0(lambda: evaluate(completer))
+            evaluation = evaluate(completer)
             figures.update(evaluation)
             stops.evaluation(figures)
             if not stops.broken_cap:
@@ -179,7 +177,7 @@ def main() -> None:
         if is_evaluated:
             run.save(num_steps)
 
-    report_outcome(run, best, stops, report, base, settings)
+    report_outcome(run, best, stops, report, base, settings, device)
 
 
 def load_scorer(
@@ -244,11 +242,13 @@ def check_skill(training: Mapping[str, Any], settings: GRPOSettings) -> None:
     warn(f"{finding}; continuing, because this is allowed")
 
 
-def print_choices(settings: GRPOSettings, policy: GPT, scorer: RewardScorer, ranks: Ranks) -> None:
+def print_choices(
+    settings: GRPOSettings, policy: GPT, scorer: RewardScorer, device: torch.device
+) -> None:
     """Print the models, the reward, and what the settings leave to the reward model."""
     size = format_size(policy.num_parameters())
-    dtype = select_dtype("auto", ranks.device)
-    print0(f"Policy: {settings.base_model_path}, {size}, on {ranks.where} ({dtype})")
+    dtype = select_dtype("auto", device)
+    print0(f"Policy: {settings.base_model_path}, {size}, on {device} ({dtype})")
     model_reward = "no model"
     if settings.reward_model_path is not None:
         model_reward = f"{settings.reward_model_path} ({settings.reward})"
@@ -273,10 +273,10 @@ def print_choices(settings: GRPOSettings, policy: GPT, scorer: RewardScorer, ran
 
 
 def input_hashes(
-    settings: GRPOSettings, base: dict[str, Any], corpus: Corpus, scorer: RewardScorer, ranks: Ranks
+    settings: GRPOSettings, base: dict[str, Any], corpus: Corpus, scorer: RewardScorer
 ) -> dict[str, Any]:
     """Return hashes of all inputs, which a resumed run must share; warn of other data splits."""
-    data = ranks.run_on_rank0(lambda: data_record(corpus.train, corpus.val))
+    data = data_record(corpus.train, corpus.val)
     check_same_splits(base["data"], data, allow_mismatch=True)
     hashes = {
         "base model": hash_model(str(settings.base_model_path)),
@@ -291,9 +291,9 @@ def input_hashes(
     return hashes
 
 
-def start_run(settings: GRPOSettings, ranks: Ranks, inputs: dict[str, Any]) -> Run:
+def start_run(settings: GRPOSettings, inputs: dict[str, Any]) -> Run:
     """Start a run, or resume one."""
-    run = Run(settings.output_path, settings, ranks, inputs)
+    run = Run(settings.output_path, settings, inputs)
     if settings.init_from == "resume":
         run.resume()
     else:
@@ -308,9 +308,10 @@ def report_outcome(
     report: PolicyEvaluation,
     base: dict[str, Any],
     settings: GRPOSettings,
+    device: torch.device,
 ) -> None:
     """Measure the kept policy on text that nothing has used yet; write it and its records."""
-    kept = build_model(base, str(settings.base_model_path), run.ranks.device)
+    kept = build_model(base, str(settings.base_model_path), device)
     best.restore(kept)
     training = {
         "steps": run.step,
@@ -319,13 +320,12 @@ def report_outcome(
         "settings": asdict(settings),
         "select_loss": best.figures["select_loss"],
         "start_select_loss": stops.start_loss,
-        **run.ranks.run_on_rank0(lambda: report_figures(report, kept)),
+        **report_figures(report, kept),
     }
     check_finite(training["start"])  # `log` checks the figures of the kept policy
     run.log(run.step, final=True, kept_step=best.at, **training["kept"])
     records = read_records(run.log_path)
-    if run.ranks.rank == 0:
-        save_checkpoint(run.output, kept, base["tokenization"], base["data"], training)
+    save_checkpoint(run.output, kept, base["tokenization"], base["data"], training)
     name = "the starting policy: no later one within the caps was preferred to it"
     if best.at > 0:
         name = f"the policy of step {best.at}"

@@ -19,7 +19,6 @@ from torch import Tensor
 
 import reward_dataset_loader as loader
 from common.device import autocast, random_stream, seed_step, select_device
-from common.distributed import Ranks, parallel, start_ranks
 from common.files import hash_bytes, hash_file, lock_output
 from common.log import RunLog, counted, format_size, print0
 from common.process import Finished, UserError, run_main, warn
@@ -54,7 +53,7 @@ def main() -> None:
     settings = parse_settings(RewardModelSettings, "train_reward_model")
     base_path = settings.base_model_path
     assert base_path is not None  # parse_settings has checked it
-    ranks = start_ranks(select_device(settings.device))
+    device = select_device(settings.device)
 
     # data
     base = checkpoint.load_checkpoint(base_path)
@@ -85,26 +84,24 @@ def main() -> None:
         path = settings.natural_model_path
         natural = load_natural_model(path, base, train_set.metadata)
         hashes.append(hash_model(path))
-    model = make_model(settings, natural, generator).to(ranks.device).eval()
+    model = make_model(settings, natural, generator).to(device).eval()
 
     # output
     inputs_sha256 = hash_bytes(" ".join(hashes).encode())
     lineage = {"generator_sha256": base_sha256, "inputs_sha256": inputs_sha256}
     output = Path(settings.output_path)
-    check_output(output, settings, lineage, ranks)
+    check_output(output, settings, lineage)
     size = sum(parameter.numel() for parameter in model.parameters())
-    print0(f"{ranks.where}: {settings.head} head, {format_size(size)}; {len(train_set):,} samples")
+    print0(f"{device}: {settings.head} head, {format_size(size)}; {len(train_set):,} samples")
     log = RunLog(output.with_suffix(".jsonl"))
 
     # training, and P(natural) of the blocks that selected nothing
     if model.is_ratio:
-        figures, prediction = ranks.run_on_rank0(
-            lambda: fit_mixture(model, select_split, report_split)
-        )
+        figures, prediction = fit_mixture(model, select_split, report_split)
         log.log(1, **figures)
     else:
         figures, prediction = train_head(
-            model, train_split, select_split, report_split, settings, ranks, log
+            model, train_split, select_split, report_split, settings, log
         )
     truth = torch.from_numpy(report_split[1][:, 0])
     blocks = torch.from_numpy(report_rows // (val_set.samples_per_chunk or 1))
@@ -135,7 +132,6 @@ def train_head(
     select_split: Split,
     report_split: Split,
     settings: RewardModelSettings,
-    ranks: Ranks,
     log: RunLog,
 ) -> tuple[dict[str, Any], Tensor]:
     """Train a head, and select the epoch with the lowest loss on `select_split`.
@@ -147,7 +143,6 @@ def train_head(
     select_split = frozen_features(model, select_split)
     report_split = frozen_features(model, report_split)
     num_samples = len(labels)
-    # `parallel` below gives rank 0's statistics to all ranks.
     if isinstance(model.standardize, Standardize):
         read = head_inputs(model, (inputs, labels), "Statistics")
         model.standardize.set_statistics(x for x, _ in read)
@@ -155,13 +150,10 @@ def train_head(
     optimizers = make_optimizers(
         model, learning_rate=settings.learning_rate, weight_decay=WEIGHT_DECAY
     )
-    forward = parallel(model, ranks)
+    device = model.transformer.wte.weight.device
     stopping = EarlyStopping(settings.patience, settings.min_delta)
     best = Best()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-
-    def weighted_loss(model: HeadRewardModel, x: Tensor, y: Tensor, weight: float) -> Tensor:
-        return weight * model.loss(model.output(x), y)
 
     for epoch in range(1, settings.max_epochs + 1):
         model.train()
@@ -169,19 +161,16 @@ def train_head(
         batches = np.split(order, range(settings.batch_size, num_samples, settings.batch_size))
         loss_sum = 0.0
         for batch in counted(batches, len(batches), f"Epoch {epoch}"):
-            rows = np.sort(batch)[ranks.share(len(batch))]
-            # The ranks' mean of these losses is the mean over the batch.
-            weight = len(rows) / len(batch) * ranks.world_size
-            if len(rows) == 0:
-                rows = batch[:1]  # of weight 0: every rank must take part in the backward pass
+            rows = np.sort(batch)
             x = batch_of(inputs, rows, model)
             y = batch_of(labels, rows, model)
-            loss = forward(weighted_loss, x, y, weight)
+            with autocast(device):
+                loss = model.loss(model.output(x), y)
             loss.backward()
             take_step(model, optimizers, GRAD_CLIP)
-            loss_sum += loss.item() / ranks.world_size * len(batch)
-        train_loss = ranks.sum(loss_sum)[0] / num_samples
-        val_loss, prediction = ranks.run_on_rank0(lambda: evaluate(model, select_split))
+            loss_sum += loss.item() * len(batch)
+        train_loss = loss_sum / num_samples
+        val_loss, prediction = evaluate(model, select_split)
         truth = torch.from_numpy(select_split[1][:, 0])
         skill: dict[str, Any] = skill_figures(prediction, truth, N)
         log.log(epoch, train_loss=train_loss, val_loss=val_loss, **skill)
@@ -190,7 +179,7 @@ def train_head(
         if stopping.reason():
             break
     best.restore(model)
-    _, prediction = ranks.run_on_rank0(lambda: evaluate(model, report_split))
+    _, prediction = evaluate(model, report_split)
     return best.figures, prediction
 
 
@@ -244,16 +233,12 @@ def make_model(settings: RewardModelSettings, natural: GPT, generator: GPT) -> R
     return model
 
 
-def check_output(
-    output: Path, settings: RewardModelSettings, lineage: Mapping[str, str], ranks: Ranks
-) -> None:
+def check_output(output: Path, settings: RewardModelSettings, lineage: Mapping[str, str]) -> None:
     """Lock the output. Raise Finished if it exists, UserError if it belongs to a different run."""
-    if ranks.rank == 0:
-        lock_output(output)
-    is_kept = output.exists() and not settings.overwrite
-    earlier = ranks.run_on_rank0(lambda: checkpoint.load_checkpoint(output) if is_kept else None)
-    if earlier is None:
+    lock_output(output)
+    if settings.overwrite or not output.exists():
         return
+    earlier = checkpoint.load_checkpoint(output)
     training = earlier["training"] or {}
     # Files of earlier versions lack new settings, whose defaults change nothing.
     recorded = {**asdict(RewardModelSettings()), **training.get("settings", {}), **training}

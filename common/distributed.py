@@ -1,4 +1,4 @@
-"""Distribute the work over the processes that torchrun started: shares, sums, averaged gradients.
+"""Distribute train.py over the processes that torchrun started: shares, sums, averaged gradients.
 
     python -m torch.distributed.run --nproc_per_node=2 train.py --config config/train_shakespeare.py
 
@@ -14,10 +14,9 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.device import autocast
 from common.process import UserError, require
 
 T = TypeVar("T")
@@ -74,20 +73,13 @@ class Ranks:
         torch.distributed.all_reduce(total)
         return total.tolist()
 
-    def gather(self, part: Tensor) -> Tensor:
-        """Return (world_size * n, ...): the tensors (n, ...) of the ranks, which have equal shapes,
-        in the order of the ranks.
-        """
-        if self.world_size == 1:
-            return part
-        parts = [torch.empty_like(part) for _ in range(self.world_size)]
-        torch.distributed.all_gather(parts, part.contiguous())
-        return torch.cat(parts)
-
     def check_divides(self, name: str, count: int) -> None:
         """Raise UserError unless every rank can have an equal part of a setting's count."""
         rule = f"must be a multiple of the number of ranks, {self.world_size}"
         require(count % self.world_size == 0, f"{name}={count}: {rule}")
+
+
+ONE_RANK = Ranks()
 
 
 def start_ranks(device: torch.device) -> Ranks:
@@ -118,36 +110,17 @@ def start_ranks(device: torch.device) -> Ranks:
     return Ranks(torch.distributed.get_rank(), world_size, device)
 
 
-class _Computation(nn.Module):
-    """A computation with a model as the forward pass of a module, because DDP wraps modules."""
-
-    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-        super().__init__()
-        self.model = model
-        self.device = device
-        self.dtype = dtype
-
-    def forward(self, compute: Callable[..., Any], *inputs: Any) -> Any:
-        with autocast(self.device, self.dtype):
-            return compute(self.model, *inputs)
-
-
-def parallel(
-    model: nn.Module, ranks: Ranks, dtype: torch.dtype | None = None
-) -> Callable[..., Any]:
-    """Return a function that computes `compute(model, *inputs)` from `compute` and the inputs, in
-    mixed precision of `dtype` (None: as `autocast`).
-
-    With several ranks DDP starts from rank 0's weights and averages the gradients.
+def parallel(model: nn.Module, ranks: Ranks) -> nn.Module:
+    """Return the model to train; with several ranks DDP starts from rank 0's weights and averages
+    the gradients.
     """
-    computation = _Computation(model, ranks.device, dtype)
     if ranks.world_size == 1:
-        return computation
-    return DistributedDataParallel(computation, gradient_as_bucket_view=True)
+        return model
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def no_sync(forward: Callable[..., Any], last: bool) -> contextlib.AbstractContextManager:
-    """Skip gradient synchronisation of a `parallel` computation except on the last micro-batch."""
-    if last or not isinstance(forward, DistributedDataParallel):
+def no_sync(model: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+    """Skip gradient synchronisation of a `parallel` model except on the last micro-batch."""
+    if last or not isinstance(model, DistributedDataParallel):
         return contextlib.nullcontext()
-    return forward.no_sync()
+    return model.no_sync()

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,12 +57,23 @@ def terminate(number: int, frame: Any) -> None:
     raise Terminated
 
 
-def run_main(main: Callable[[], None], resume_hint: str = "Run the same command again.") -> None:
+def run_main(
+    main: Callable[[], None],
+    resume_hint: str = "Run the same command again.",
+    several_ranks: bool = False,
+) -> None:
     """Run the main() of a script; turn errors that a user can cause into one line and an exit
     status.
 
-    `resume_hint` is printed after the message of an interruption.
+    `resume_hint` is printed after the message of an interruption. Unless `several_ranks`, refuse
+    to run in several processes of torchrun.
     """
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if num_processes > 1 and not several_ranks:
+        script = Path(sys.argv[0]).name
+        message = f"ERROR: {script} runs in one process, but {num_processes} were started"
+        remedy = f"start `python {script}` without torchrun"
+        _exit(f"{message}: {remedy}", EXIT_BAD_INPUT, all_ranks=False)
     signal.signal(signal.SIGTERM, terminate)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # print ? for a character that it cannot encode

@@ -70,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, several_ranks=True)  # of accelerate launch

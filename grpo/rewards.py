@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.distributed import Ranks
 from grpo.policy_loss import group_advantages, kl_estimate, token_advantages
 from grpo.rollouts import Rollouts
 from grpo.settings import GRPOSettings
@@ -65,7 +64,7 @@ def function_rewards(scores: Scores) -> Tensor:
 
 
 def compute_advantages(rollouts: Rollouts, scores: Scores, settings: GRPOSettings) -> Advantages:
-    """Return the weighted advantages of each part of the reward on this rank.
+    """Return the weighted advantages of each part of the reward.
 
     The parts are the reward model ('model') and each function, whose advantages are multiplied by
     its weight. An advantage compares a reward with those of its group by one part only:
@@ -119,9 +118,8 @@ def step_figures(
     scores: Scores,
     advantages: Advantages,
     settings: GRPOSettings,
-    ranks: Ranks,
 ) -> dict[str, Any]:
-    """Return mean rewards, their spread, and the KL to the start, of all ranks' completions.
+    """Return mean rewards, their spread, and the KL to the start, of a step's completions.
 
     flat_groups is the share of groups whose advantages are all 0: they provide no gradient. Natural
     text, which no policy sampled, has none of these figures.
@@ -131,11 +129,10 @@ def step_figures(
     if log_probs is None:
         return figures
     mask = rollouts.mask
-    for name, values in named_rewards("", scores).items():
-        rewards = ranks.gather(values)  # (P * G,)
-        figures[name] = rewards.mean().item()
-        if len(rewards) > 1:
-            figures[f"{name}_std"] = rewards.std().item()
+    for name, values in named_rewards("", scores).items():  # (R,)
+        figures[name] = values.mean().item()
+        if len(values) > 1:
+            figures[f"{name}_std"] = values.std().item()
     objective = function_rewards(scores)
     spreads = {f"group_std_{function.name}": function.means for function in scores.functions}
     if scores.natural is not None:
@@ -143,22 +140,20 @@ def step_figures(
         objective = model_rewards + objective
         if scores.functions:
             spreads["group_std_model"] = model_rewards
-    figures["objective"] = ranks.gather(objective).mean().item()
+    figures["objective"] = objective.mean().item()
     spreads["group_std"] = objective
     for name, values in spreads.items():
-        groups = ranks.gather(values).view(-1, rollouts.group_size)  # (P, G)
+        groups = values.view(-1, rollouts.group_size)  # (P, G)
         figures[name] = groups.std(1, correction=0).mean().item()
     # Means over tokens. The mean of -log p over samples of p estimates its entropy.
     kl = kl_estimate(log_probs, scores.reference_log_probs)
     by_token = {"kl_start": kl, "entropy": -log_probs}
     if scores.evidence is not None:
         by_token["evidence"] = scores.evidence
-    sums = [values[mask].sum().item() for values in by_token.values()]
-    for name, value in zip(by_token, ranks.sum(*sums), strict=True):
-        figures[name] = value / int(rollouts.totals["num_tokens"])
+    for name, values in by_token.items():
+        figures[name] = values[mask].mean().item()
     total = total_advantages(advantages)
     if total is not None:
         groups = total.unflatten(0, (-1, settings.group_size))  # (P, G, N - 1)
-        num_flat = (groups == 0).all((1, 2)).sum().item()
-        figures["flat_groups"] = ranks.sum(num_flat)[0] / settings.prompts_per_step
+        figures["flat_groups"] = (groups == 0).all((1, 2)).float().mean().item()
     return figures

@@ -3,8 +3,7 @@
     python -c "from grpo.rollouts import Rollouts; help(Rollouts)"
 
 Shapes: P prompts, G completions of each, R = P * G rows; N tokens in a row, V token ids, C
-channels; m tokens that the policy generated. With several ranks, each rank holds whole groups: its
-share of the P prompts.
+channels; m tokens that the policy generated.
 """
 
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from common.device import autocast, random_stream
-from common.distributed import Ranks
 from data_loader import check_length, text_rows
 from generation.completions import Completer
 from generation.sampling import Sampling
@@ -69,7 +67,7 @@ def written_mask(prefix_lengths: Tensor, length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The rows of a step on this rank, or some of them: prompts and the tokens after them.
+    """The rows of a step, or some of them: prompts and the tokens after them.
 
     Column t of a tensor (R, N - 1) belongs to token t + 1: the model does not predict token 0.
     """
@@ -78,7 +76,7 @@ class Rollouts:
     mask: Tensor  # (R, N - 1) bool: the m tokens that follow a prompt; only these are learned
     old_log_probs: Tensor | None  # (R, N - 1): log pi_old; None if no policy sampled the text
     group_size: int  # consecutive rows that share a prompt
-    totals: dict[str, Any]  # sizes of the whole step, on all ranks, for `average_loss`
+    totals: dict[str, Any]  # sizes of the whole step, for `average_loss`
 
     def micro_batches(self, max_rows: int) -> Iterator[slice]:
         """Yield slices of about `max_rows` rows that keep groups together where these fit."""
@@ -116,9 +114,13 @@ class Rollouts:
 
 
 def sample(
-    completer: Completer, tokens: np.ndarray, settings: GRPOSettings, step: int, ranks: Ranks
+    completer: Completer,
+    tokens: np.ndarray,
+    settings: GRPOSettings,
+    step: int,
+    device: torch.device,
 ) -> Rollouts:
-    """Sample the rollouts of a step, counted from 1: this rank's share of R = P * G rows.
+    """Sample the rollouts of a step, counted from 1: R = P * G rows.
 
     Draw P prompts from the tokens (n,) and sample G completions of each, at temperature 1 over
     all tokens: the distribution whose log-probabilities the formulas use. With prefixes=natural,
@@ -132,17 +134,13 @@ def sample(
         G = 1
     N = completer.length
     prompts = draw_prompts(tokens, N, P, G, settings.seed, "rollout", step)
-    mask = written_mask(prompts.prefix_lengths, N).to(ranks.device)  # (P * G, N - 1), all ranks
+    mask = written_mask(prompts.prefix_lengths, N).to(device)  # (R, N - 1)
     totals = {"max_completion_length": N - 1, "num_sequences": P * G, "num_tokens": mask.sum()}
-    share = ranks.share(P)  # the prompts of this rank
-    mask = mask[share.start * G : share.stop * G]  # (R, N - 1)
-    natural = prompts.natural[share].to(ranks.device)
+    natural = prompts.natural.to(device)  # (P, N)
     if is_natural:
         return Rollouts(natural, mask, None, G, totals)
-    with autocast(ranks.device):
-        completions = completer(
-            natural, prompts.prefix_lengths[share], prompts.uniforms[share], Sampling()
-        )
+    with autocast(device):
+        completions = completer(natural, prompts.prefix_lengths, prompts.uniforms, Sampling())
     completer.release()  # the update needs the memory
     ids = completions.ids.flatten(0, 1)  # (P, G, N) -> (R, N)
     log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (P, G, N) -> (R, N - 1)

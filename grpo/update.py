@@ -2,8 +2,8 @@
 
     python -c "from grpo.update import Updater; help(Updater)"
 
-Shapes: P prompts, G completions of each, R = P * G rows (a rank has its share; a micro-batch some
-of them); N tokens in a row, V token ids, C channels; m tokens that the policy generated.
+Shapes: P prompts, G completions of each, R = P * G rows (a micro-batch has some of them);
+N tokens in a row, V token ids, C channels; m tokens that the policy generated.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from common.device import autocast
-from common.distributed import Ranks, no_sync, parallel
 from generation.shared_prompts import scatter_to_mask
 from grpo import policy_loss as formulas
 from grpo.rewards import Advantages, total_advantages
@@ -39,11 +38,10 @@ class Updater:
     policy: GPT
     reward_model: Any  # for credit=exact: the likelihood head, whose mixture is the target
     settings: GRPOSettings
-    ranks: Ranks
+    device: torch.device
     max_kl_update: float  # nats per token: no further updates of a step above this KL from pi_old
 
     def __post_init__(self) -> None:
-        self.forward = parallel(self.policy, self.ranks)
         self.optimizers = make_optimizers(
             self.policy, self.settings.optimizer, self.settings.learning_rate, weight_decay=0.0
         )
@@ -119,9 +117,9 @@ class Updater:
             row_advantages = None
             if advantages is not None:
                 row_advantages = advantages[part]
-            with no_sync(self.forward, last=part.stop == len(rollouts.ids)):
-                loss, metrics = self.forward(
-                    loss_of_rows,
+            with autocast(self.device):
+                loss, metrics = loss_of_rows(
+                    self.policy,
                     rows,
                     scores.hidden_rows(part, rollouts.mask),
                     self.reward_model,
@@ -129,13 +127,12 @@ class Updater:
                     row_advantages,
                     settings,
                 )
-                # DDP averages gradients over ranks; the loss of the step is a sum.
-                (loss * self.ranks.world_size).backward()
+            loss.backward()
             figures["loss"] = figures.get("loss", 0.0) + loss.item()
             share = float(rows.mask.sum() / num_tokens)
             for name, value in metrics.items():
                 figures[name] = figures.get(name, 0.0) + value.item() * share
-        return dict(zip(figures, self.ranks.sum(*figures.values()), strict=True))
+        return figures
 
     @torch.no_grad()
     def kl_of_step(self, rollouts: Rollouts) -> float:
@@ -144,10 +141,10 @@ class Updater:
         for part in rollouts.micro_batches(self.policy.rows_at_a_time()):
             rows = rollouts.rows(part)
             assert rows.old_log_probs is not None  # natural text has no pi_old
-            with autocast(self.ranks.device):
+            with autocast(self.device):
                 log_probs = rows.log_probs(self.policy)
             total += formulas.kl_estimate(rows.old_log_probs, log_probs)[rows.mask].sum().item()
-        return self.ranks.sum(total)[0] / int(rollouts.totals["num_tokens"])
+        return total / int(rollouts.totals["num_tokens"])
 
 
 def loss_of_rows(

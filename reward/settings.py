@@ -37,7 +37,7 @@ class RewardModelSettings(Settings):
     learning_rate: float = setting(1e-3, above=0)
     """learning rate of AdamW for head and unfrozen blocks, constant"""
     batch_size: int = setting(64, minimum=1)
-    """sequences in a batch, over all ranks"""
+    """sequences in a batch"""
     max_epochs: int = setting(20, minimum=1)
     """largest number of passes over the training samples"""
     patience: int = setting(3, minimum=1)

@@ -5,22 +5,17 @@
 conftest.py has the artefacts of one tiny run as fixtures.
 """
 
-import atexit
 import contextlib
 import importlib
 import io
-import multiprocessing
 import os
 import random
-import runpy
 import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -242,74 +237,6 @@ def terminate() -> None:
 def press_ctrl_c() -> None:
     """Interrupt in the middle of a step, which is not saved."""
     raise KeyboardInterrupt
-
-
-def run_ranks(num_ranks: int, script: str, **options: Any) -> Finished:
-    """Run a script in several processes on this machine, with the variables and the store that
-    torchrun gives them.
-
-    If one process fails, end the others; the status is that of the first to fail. The processes
-    are forks of a server that has imported the scripts: imports take longer than most of these
-    runs. On macOS, where such forks are not safe, start new processes.
-    """
-    context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
-    # the first imports the others
-    context.set_forkserver_preload(["helpers", "run_cycles", "prepare_reward_data"])
-    # the server needs the path, what it starts does not
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
-        forkserver.ensure_running()
-    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    variables = {
-        "WORLD_SIZE": num_ranks,
-        "LOCAL_WORLD_SIZE": num_ranks,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": store.port,
-    }
-    status = 0
-    with tempfile.TemporaryDirectory() as folder:
-        files = [
-            (Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(num_ranks)
-        ]
-        running = {}
-        for rank in range(num_ranks):
-            of_rank = {**variables, "RANK": rank, "LOCAL_RANK": rank}
-            started = (ROOT / script, as_arguments(options), of_rank, files[rank])
-            process = context.Process(target=be_script, args=started)
-            process.start()
-            running[process.sentinel] = process
-        while running:
-            ended = connection.wait(running, timeout=240)
-            if not ended:
-                status = status or -1  # it takes too long
-            for process in [running.pop(sentinel) for sentinel in ended]:
-                process.join()
-                status = status or process.exitcode
-            if status:
-                for process in running.values():
-                    process.terminate() if ended else process.kill()
-        out, err = (
-            "".join(path.read_text() for path in paths) for paths in zip(*files, strict=True)
-        )
-    return Finished(status, out, err)
-
-
-def be_script(
-    script: Path, arguments: list[str], variables: dict[str, Any], files: tuple[Path, Path]
-) -> None:
-    """Run a script in this process, with further variables and files for what it prints."""
-    for path, number in zip(files, (1, 2), strict=True):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    os.chdir(ROOT)
-    sys.argv = [str(script), *arguments]
-    sys.path[:] = [path for path in sys.path if Path(path) not in (ROOT, ROOT / "tests")]
-    sys.path.insert(0, str(script.parent))
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()  # which multiprocessing leaves out
 
 
 # --------------------------------------------------------------------------------------------------

@@ -13,12 +13,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers import (
-    ROOT,
-    TINY_GRPO,
     TINY_TRAIN,
     as_arguments,
     assert_weights_near,
-    run_ranks,
     start,
     succeed,
     weights,
@@ -29,6 +26,12 @@ from common.log import read_records
 from common.process import UserError
 
 NEAR = {"abs": 1e-4, "rel": 1e-4}  # ranks add float32 gradients up in another order
+
+
+def start_ranks_of(script, **options):
+    """Start a script on two ranks; return torchrun's process."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    return start(*launch, script, *as_arguments(options))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -52,51 +55,19 @@ def test_objects_of_ranks_on_cuda_travel_over_the_cpu(monkeypatch):
     assert fake.broadcast_object_list.call_args.kwargs["device"] == torch.device("cpu")
 
 
-LOSSES = {
-    "train": ("train_loss", "select_loss", "val_loss", "gradient_norm"),
-    "train_reward_model": ("train_loss", "val_loss"),
-    "train_grpo": ("reward", "loss", "gradient_norm"),
-    "train_grpo, exact": ("loss", "reward_spaces", "group_std_spaces", "gradient_share_spaces"),
-}
+LOSSES = ("train_loss", "select_loss", "val_loss", "gradient_norm")
 
 
-@pytest.fixture
-def trainers(tmp_path, corpus, generator, reward_data, predictive_reward_model):
-    """Options of each trainer. The exact gradient has that of a function beside it."""
-    function = tmp_path / "mine.py"
-    function.write_text("def spaces(completions): return [text.count(' ') for text in completions]")
-    grpo = {"base_model_path": generator, "reward_model_path": predictive_reward_model}
-    grpo.update(TINY_GRPO, dataset=corpus, max_steps=1, eval_interval=1)
-    reward = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu"}
-    # The last batch of an epoch is smaller, and odd.
-    reward.update(batch_size=50, head="position", unfreeze_layers=-1, max_epochs=2)
-    reward.update(reads_previous=True)
-    return {
-        "train": {
-            **TINY_TRAIN,
-            "dataset": corpus,
-            "gradient_accumulation_steps": 2,
-            "short_contexts": [8],
-        },
-        "train_reward_model": reward,
-        "train_grpo": {**grpo, "credit": "token", "loss_type": "dapo"},
-        "train_grpo, exact": {**grpo, "credit": "exact", "reward_function": f"{function}:spaces"},
-    }
-
-
-@pytest.mark.parametrize("work", ["train", "train_reward_model", "train_grpo", "train_grpo, exact"])
-def test_two_ranks_with_half_the_batch_each_do_what_one_does(tmp_path, trainers, work):
-    script = work.partition(",")[0]
-    paths = [tmp_path / "one" / "model.pt", tmp_path / "two" / "model.pt"]
-    outputs = [{"output_path": path} for path in paths]
-    if script == "train":
-        outputs = [{"out_dir": path.parent, "checkpoint_name": path.name} for path in paths]
-    succeed(script, **trainers[work], **outputs[0])
-    finished = run_ranks(2, f"{script}.py", **trainers[work], **outputs[1])
-    assert finished.status == 0, finished.err
+def test_two_ranks_with_half_the_batch_each_do_what_one_does(tmp_path, corpus):
+    options = {**TINY_TRAIN, "gradient_accumulation_steps": 2, "short_contexts": [8]}
+    paths = [tmp_path / name / "model_checkpoint.pt" for name in ("one", "two")]
+    succeed("train", **options, dataset=corpus, out_dir=paths[0].parent)
+    process = start_ranks_of("train.py", **options, dataset=corpus, out_dir=paths[1].parent)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
     one, two = (read_records(path.with_suffix(".jsonl")) for path in paths)
     assert [record["step"] for record in one] == [record["step"] for record in two]
-    for name in LOSSES[work]:
+    for name in LOSSES:
         assert any(name in record for record in one)
         assert [record.get(name, 0) for record in two] == pytest.approx(
             [record.get(name, 0) for record in one], **NEAR
@@ -104,17 +75,10 @@ def test_two_ranks_with_half_the_batch_each_do_what_one_does(tmp_path, trainers,
     assert_weights_near(*(weights(path) for path in paths))
 
 
-def test_a_batch_that_cannot_be_shared_out_is_refused(tmp_path, corpus):
-    with pytest.raises(
-        UserError, match="batch_size=7: must be a multiple of the number of ranks, 2"
-    ):
+def test_a_batch_that_cannot_be_shared_out_is_refused():
+    rule = "batch_size=7: must be a multiple of the number of ranks, 2"
+    with pytest.raises(UserError, match=rule):
         Ranks(1, 2).check_divides("batch_size", 7)
-    finished = run_ranks(
-        2, "train.py", **{**TINY_TRAIN, "batch_size": 7}, dataset=corpus, out_dir=tmp_path / "out"
-    )
-    assert finished.status == 2
-    assert "ERROR: batch_size=7: " in finished.err and "Traceback" not in finished.err
-    assert not (tmp_path / "out").exists()
 
 
 def start_ranks_and_wait(folder, corpus):
@@ -122,8 +86,7 @@ def start_ranks_and_wait(folder, corpus):
     the process ids of the ranks.
     """
     options = {**TINY_TRAIN, "max_iters": 10**6, "dataset": corpus, "out_dir": folder}
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    process = start(*launch, ROOT / "train.py", *as_arguments(options))
+    process = start_ranks_of("train.py", **options)
     log = folder / "model_checkpoint.jsonl"
     deadline = time.monotonic() + 60
     while len(read_records(log)) < 2:
@@ -150,10 +113,13 @@ def test_a_bug_keeps_its_traceback(tmp_path):
     lines = "import torch, common.distributed, common.process\ndef main():\n"
     lines += "    ranks = common.distributed.start_ranks(torch.device('cpu'))\n    ranks.sum(1.0)\n"
     lines += "    if ranks.rank == 1: raise RuntimeError('a bug')\n    ranks.sum(1.0)\n"
-    (tmp_path / "faulty.py").write_text(f"{lines}common.process.run_main(main)\n")
-    finished = run_ranks(2, tmp_path / "faulty.py")
-    assert finished.status == 1
-    assert finished.err.count("Traceback") == 1 and "RuntimeError: a bug" in finished.err
+    (tmp_path / "faulty.py").write_text(
+        f"{lines}common.process.run_main(main, several_ranks=True)\n"
+    )
+    process = start_ranks_of(tmp_path / "faulty.py")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.count("RuntimeError: a bug") == 1
 
 
 def test_sigterm_to_torchrun_saves_on_rank_0(tmp_path, corpus):

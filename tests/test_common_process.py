@@ -15,12 +15,12 @@ from common import process
 from common.process import Finished, Terminated, UserError, flag_signals, run_main
 
 
-def end_of(main, capsys) -> tuple[int, str, str]:
+def end_of(main, capsys, **options) -> tuple[int, str, str]:
     """Return the exit status, stdout and stderr of run_main(main)."""
     handler = signal.getsignal(signal.SIGTERM)
     status = 0
     try:
-        run_main(main)
+        run_main(main, **options)
     except SystemExit as end:
         status = end.code
     finally:
@@ -95,6 +95,19 @@ def test_signals_wait_and_a_second_ctrl_c_does_not():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_torchrun_is_refused_once_unless_the_script_can_have_several_ranks(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("sys.argv", ["/x/train_grpo.py"])
+    main = Mock()
+    status, _, err = end_of(main, capsys)
+    assert (status, main.call_count) == (2, 0)
+    assert len(err.splitlines()) == 1 and "start `python train_grpo.py` without torchrun" in err
+    monkeypatch.setenv("RANK", "1")
+    assert end_of(main, capsys) == (2, "", "")
+    assert end_of(main, capsys, several_ranks=True) == (0, "", "")
+    assert main.call_count == 1
 
 
 def test_only_rank_0_warns(monkeypatch, capsys):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from test_train_grpo import V, gradient, make_models, make_rollouts, settings_of
 
-from common.distributed import Ranks
 from grpo import update as update_module
 from grpo.policy_loss import group_advantages, token_advantages
 from grpo.rewards import compute_advantages, sequence_rewards, token_rewards
@@ -76,7 +75,7 @@ def test_functions_add_their_sampled_gradient_to_the_exact_one(monkeypatch):
     policy.zero_grad()
     scores = both[1](batch.ids, batch.mask, keep_hidden=True)
     advantages = compute_advantages(batch, scores, exact)
-    update = Updater(policy, scorer.reward_model, exact, Ranks(), math.inf)
+    update = Updater(policy, scorer.reward_model, exact, torch.device("cpu"), math.inf)
     shares = update.gradient_shares(batch, scores, advantages)
     norms = torch.stack([of_model, of_one, of_two]).norm(dim=1)
     names = [f"gradient_share_{name}" for name in ("model", "one", "two")]

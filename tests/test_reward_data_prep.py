@@ -22,7 +22,6 @@ from helpers import (
     prepare_options,
     press_ctrl_c,
     refuse_in_one_line,
-    run_ranks,
     succeed,
     write_token_files,
 )
@@ -252,13 +251,6 @@ def test_ctrl_c_and_again(monkeypatch, tmp_path, options, reward_data, name, num
     total = sum(math.ceil(len(RewardDataset(reward_data, split)) / 64) for split in SPLITS)
     expected = 0 if name == "write_metadata" else total - number + 1
     assert len(remade) == expected, "only what was missing"
-
-
-def test_two_ranks_give_the_same_bytes(tmp_path, options, reward_data):
-    finished = run_ranks(2, "prepare_reward_data.py", **options)
-    assert finished.status == 0, finished.err
-    assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
-    assert finished.out.count("Configuration validation passed") == 1, "one rank speaks"
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):

@@ -1,4 +1,4 @@
-"""train_grpo.py: who is let through, scores, gradients, the schedule, resumption, ranks."""
+"""train_grpo.py: who is let through, scores, gradients, the schedule, resumption."""
 
 import itertools
 import math
@@ -30,7 +30,6 @@ from helpers import (
 from torch.utils.checkpoint import checkpoint
 
 import train_grpo
-from common.distributed import Ranks
 from common.files import hash_file
 from common.log import read_records
 from common.process import UserError
@@ -58,6 +57,7 @@ class Capitals:
 
 capitals = Capitals()
 """
+CPU = torch.device("cpu")
 EXACT = {"credit": "exact", "group_size": 1, "prompts_per_step": 16}
 
 
@@ -255,7 +255,7 @@ def gradient(
     policy.zero_grad()
     scores = scorer(batch.ids, batch.mask, keep_hidden=True)
     advantages = compute_advantages(batch, scores, settings)
-    update = Updater(policy, scorer.reward_model, settings, Ranks(), math.inf)
+    update = Updater(policy, scorer.reward_model, settings, CPU, math.inf)
     total = total_advantages(advantages)
     figures = update.accumulate_gradients(batch, scores, total, settings)
     gradients = [parameter.grad.flatten() for parameter in policy.parameters()]
@@ -309,30 +309,25 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, options):
 
 
 def test_rollouts_are_completions_or_rows_of_the_corpus_each_after_a_prompt_of_its_own():
-    """With the policy's log-probabilities; as many rows as completions; the ranks' shares are those
-    of one.
-    """
+    """With the policy's log-probabilities; as many rows as completions."""
     policy, _ = make_models(0.5)
     completer, tokens = Completer(policy, 3), np.arange(1000) % V
     settings = GRPOSettings(prompts_per_step=6, group_size=4, credit="exact")
-    batch = sample(completer, tokens, settings, 1, Ranks())
+    batch = sample(completer, tokens, settings, 1, CPU)
     with torch.no_grad():
         log_probs = token_log_probs(
             policy.logits(policy.trunk(batch.ids[:, :-1])), batch.ids[:, 1:]
         )
     torch.testing.assert_close(batch.old_log_probs, log_probs)
     scores = Scores(log_probs, natural=torch.full((24,), 0.5))
-    figures = step_figures(batch, scores, {}, settings, Ranks())
+    figures = step_figures(batch, scores, {}, settings)
     assert figures["kl_start"] == pytest.approx(0, abs=1e-6) and figures["reward"] == 0.5
     assert figures["entropy"] == pytest.approx(-log_probs.mean().item())
     settings = replace(settings, prefixes="natural")
-    batch = sample(completer, tokens, settings, 1, Ranks())
+    batch = sample(completer, tokens, settings, 1, CPU)
     assert batch.ids.shape == (24, 3) and batch.old_log_probs is None and batch.mask.all()
     assert (batch.ids.diff(dim=1) % V == 1).all() and len(batch.ids.unique(dim=0)) == V
-    assert step_figures(batch, scores, {}, settings, Ranks()) == {}
-    shares = [sample(completer, tokens, settings, 1, Ranks(rank, 2)) for rank in (0, 1)]
-    assert torch.equal(torch.cat([part.ids for part in shares]), batch.ids)
-    assert all(part.totals == batch.totals for part in shares)
+    assert step_figures(batch, scores, {}, settings) == {}
 
 
 @pytest.mark.parametrize("more", [{}, {"prefixes": "natural", "kl": "forward"}], ids=str)

@@ -22,7 +22,6 @@ from helpers import (
 )
 
 import train
-from common.distributed import Ranks
 from common.files import load_state, save_state
 from common.log import read_records
 from common.process import Finished, UserError
@@ -52,7 +51,7 @@ class Counts:
 
 
 def begin(path, resume=False, overwrite=False, corpus=1, **settings) -> tuple[Run, Counts]:
-    run = Run(path, RunSettings(**settings), Ranks(), {"corpus": corpus})
+    run = Run(path, RunSettings(**settings), {"corpus": corpus})
     if resume:
         run.resume()
     else:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.distributed import Ranks
+from common.distributed import ONE_RANK, Ranks
 from common.files import load_state, lock_output, save_state
 from common.log import RunLog, Tracker, print0, progress
 from common.process import Finished, UserError, first_line, flag_signals, require
@@ -38,8 +38,8 @@ class Run:
         self,
         output: str | Path,
         settings: Settings,
-        ranks: Ranks,
         input_hashes: Mapping[str, Any],
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         """Lock the output. A resumed run must have the same `input_hashes` (of files, by name)."""
         self.output = Path(output)
