@@ -9,7 +9,7 @@ ARGS :=
 EXAMPLES := 5000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev run test campaign-short campaign tree mutants test-interop test-notebook example bench-generation bench-reward-models bench-grpo bench-training lint format clean
+.PHONY: help setup setup-dev run test campaign-short campaign tree mutants test-interop test-notebook example bench-generation bench-grpo bench-training lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -68,10 +68,6 @@ bench-generation: setup ## time text generation against no cache and Hugging Fac
 bench-grpo: setup ## time a GRPO step against TRL's (installs requirements-bench.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) benchmarks/grpo.py $(ARGS)
-
-bench-reward-models: setup ## measure every reward model
-	$(PYTHON) data/shakespeare_char/prepare.py
-	$(PYTHON) benchmarks/reward_models.py $(ARGS)
 
 bench-training: setup ## time train.py beside nanoGPT's recipe
 	$(PYTHON) data/shakespeare_char/prepare.py

@@ -53,7 +53,6 @@ SHRINK = {
     "evaluate": "--device cpu",
     "sample": "--max_new_tokens 20 --device cpu",
     "run_cycles": "--device cpu",
-    "benchmarks/loading": "--num_runs 1",
 }
 # Options of every script and of run_cycles.py's stages; then of launchers, the example, the tests.
 KNOWN_OPTIONS = ["config", "section", "help", *SECTIONS, *CORPORA]
@@ -252,14 +251,6 @@ def test_commands_and_code_run_of_the_first_documents_pages(name, tmp_path, bpe)
 @pytest.mark.parametrize("name", NAMES)
 def test_lines_of_pages_are_not_too_wide(name):
     assert [line for line in page_text(name).splitlines() if len(line) > 120] == []
-
-
-def test_the_records_give_a_published_contrast(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    page = "docs/results.md"
-    (code,) = (text for language, text in blocks_of(page) if language == "python")
-    exec(code, {})
-    assert capsys.readouterr().out.strip() in page_text(page)
 
 
 def test_a_checkpoint_is_read_by_a_script_elsewhere(tmp_path):
