@@ -55,10 +55,8 @@ class GPTConfig:
     # Number of ids that the tokenizer uses; higher ids are padding. None: see num_real_tokens.
     num_tokens: int | None = None
     reward_head_type: str = "last"  # 'last', 'position' or 'likelihood': see reward/heads.py
-    # The fields below describe pretrained GPT-2 and GPT-NeoX models.
+    # The fields below describe pretrained GPT-2 models.
     activation: str = "gelu"  # 'gelu' (exact) or 'gelu_tanh' (GPT-2's approximation)
-    rotary_share: float = 1.0  # fraction of each head's dimensions that are rotated
-    parallel_residual: bool = False  # True: attention and MLP both read the block's input
     tied_embeddings: bool = True  # input and output embeddings share one matrix
     # The fields below say what a 'last' or 'position' head reads: see reward/heads.py.
     trunk_layer: int | None = None  # number of blocks before the head, from 1. None: all
@@ -72,11 +70,6 @@ class GPTConfig:
         if self.vocab_size == 50304:  # GPT-2's padded vocabulary
             return 50257
         return self.vocab_size
-
-    @property
-    def rotary_size(self) -> int:
-        """Return the number of dimensions of a head that rotary positions rotate."""
-        return int(self.n_embd // self.n_head * self.rotary_share)
 
     @property
     def min_weights(self) -> int:
@@ -106,8 +99,6 @@ class GPTConfig:
                 return f"{name}={value!r:.60}: must be one of {', '.join(known)}"
         if not 0 <= self.dropout < 1:
             return f"dropout={self.dropout}: must be >= 0 and < 1"
-        if not 0 < self.rotary_share <= 1:
-            return f"rotary_share={self.rotary_share}: must be > 0 and <= 1"
         if not 1 <= self.num_real_tokens <= self.vocab_size:
             return f"num_tokens={self.num_tokens}: must be >= 1 and <= vocab_size={self.vocab_size}"
         if self.trunk_layer is not None and not 1 <= self.trunk_layer <= self.n_layer:
@@ -117,10 +108,8 @@ class GPTConfig:
         if self.n_embd % self.n_head != 0:
             return f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
         head_size = self.n_embd // self.n_head
-        rotated = self.rotary_size
-        if self.position == "rope" and (head_size % 2 or rotated % 2 or rotated == 0):
-            sizes = f"{rotated} of n_embd / n_head = {head_size} dimensions"
-            return f"rotary positions need an even head size, not {sizes}"
+        if self.position == "rope" and head_size % 2:
+            return f"rotary positions need an even head size, not n_embd / n_head = {head_size}"
         if max(self.block_size, self.reward_head_hidden_dim) * self.n_embd > MAX_TABLE:
             return f"block_size or reward_head_hidden_dim: times n_embd, must be <= {MAX_TABLE}"
         return None
@@ -174,10 +163,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each with a residual connection.
-
-    With parallel_residual, both read the block's input.
-    """
+    """Pre-norm attention and MLP, each with a residual connection."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -185,13 +171,11 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
-        self.parallel_residual = config.parallel_residual
 
     def forward(self, x: Tensor, rotation: Tensor | None, context: Context) -> Tensor:
         """Return the block's output (B, T, C) for hidden states (B, T, C)."""
         y = x + self.attn(self.ln_1(x), rotation, context)
-        mlp_input = x if self.parallel_residual else y
-        return y + self.mlp(self.ln_2(mlp_input))
+        return y + self.mlp(self.ln_2(y))
 
 
 class GPT(nn.Module):
@@ -226,8 +210,7 @@ class GPT(nn.Module):
         if config.position == "learned":
             self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
         else:
-            head_size = config.n_embd // config.n_head
-            angles = rotary_angles(config.block_size, head_size, config.rotary_size)
+            angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
             self.register_buffer("rotation", angles, persistent=False)
         if config.mode == "generator" or config.reads_previous:
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -412,18 +395,14 @@ class GPT(nn.Module):
         return generate(self, idx, max_new_tokens, Sampling(temperature, top_k), generator)
 
 
-def rotary_angles(length: int, head_dim: int, rotary_dim: int, base: float = 10000.0) -> Tensor:
+def rotary_angles(length: int, head_dim: int, base: float = 10000.0) -> Tensor:
     """Return cos and signed sin (2, T, D) of rotary position embeddings.
 
-    Su et al. 2021, arXiv:2104.09864, eq. 34. Dimensions d and d + D/2 are a pair; only the first
-    rotary_dim / 2 pairs are rotated. interop/huggingface.py reorders GPT-NeoX's dimensions to these
-    pairs.
+    Su et al. 2021, arXiv:2104.09864, eq. 34. Dimensions d and d + D/2 are a pair.
     """
     # float64 needs the CPU: Apple's devices lack it.
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim
-    frequencies = base**-exponents
-    num_fixed = (head_dim - rotary_dim) // 2
-    frequencies = F.pad(frequencies, (0, num_fixed))  # (D / 2,); frequency 0 does not rotate
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
+    frequencies = base**-exponents  # (D / 2,)
     positions = torch.arange(length, dtype=torch.float64, device="cpu")
     angles = torch.outer(positions, frequencies)  # (T, D / 2)
     cos = angles.cos().repeat(1, 2)

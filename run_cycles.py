@@ -62,7 +62,7 @@ class CycleSettings(Settings):
     natural_text: tuple[str, ...] = ()
     """with text: texts that the natural model learns instead: the knowledge of the reward"""
     natural_model: str | None = setting(None, model_file="optional")
-    """instead of natural_text: a natural model, a checkpoint or a Hugging Face folder or name"""
+    """instead of natural_text: a natural model: a checkpoint, or GPT-2's folder or name"""
     out_dir: str | None = None
     """folder for all files of the run; None: out/ and the name of the text or settings file"""
     dataset: str = "shakespeare_char"

@@ -190,17 +190,8 @@ def lock_output(path: str | Path, is_folder: bool = False) -> None:
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name may belong to the model hub: one of GPT2_NAMES, or OWNER/NAME if there
-    is no folder OWNER here.
-    """
-    path = Path(name)
-    if path.exists():
-        return False
-    if name in GPT2_NAMES:
-        return True
-    has_owner = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
-    is_file_name = re.search(r"\.[a-z]+$", name) is not None  # as .pt
-    return has_owner and not is_file_name and not path.parent.exists()
+    """Return whether a name is one of GPT2_NAMES, and not of a file or folder here."""
+    return name in GPT2_NAMES and not Path(name).exists()
 
 
 def hash_bytes(data: bytes | bytearray | memoryview) -> str:

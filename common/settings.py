@@ -141,7 +141,7 @@ def _check_range(member: Field[Any], value: int | float, errors: Errors) -> None
 
 
 def _check_models(member: Field[Any], value: Any, errors: Errors) -> None:
-    """Check that every model that a setting names exists, here or on the model hub."""
+    """Check that every model that a setting names exists, here or as one of GPT-2's names."""
     is_named = bool(value) or member.metadata["model_file"] == "optional"
     remedy = f"Pass the checkpoint with --{member.name}"
     errors.check(is_named, f"{member.name} is required", remedy)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.process import require, run_main
-from common.settings import Settings, parse_settings, setting
+from common.settings import Errors, Settings, parse_settings, setting
 from corpus.encode import find_texts, joined_pieces
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
 from interop.huggingface import import_optional
@@ -32,7 +32,7 @@ WEIGHT = 0.99  # of the whole model in the mixture that is the target; the fitte
 class HealSettings(Settings):
     """Drop layers of a model, and train the rest toward the whole model."""
 
-    whole: str | None = setting(None, model_file="required")
+    whole: str | None = None
     """the whole model: a folder or a hub name (required)"""
     gguf_file: str | None = None
     """name of a GGUF file in that folder (needs the package gguf); None: safetensors"""
@@ -52,6 +52,10 @@ class HealSettings(Settings):
     """held-out blocks of 64 tokens: half fit the reward's weight, half are for the figures"""
     seed: int = setting(42, minimum=0)
     """seed of all random numbers"""
+
+    def check_settings(self, errors: Errors) -> None:
+        """Check that a model is named."""
+        errors.check(self.whole is not None, "whole is required: pass a folder or hub name")
 
 
 def main() -> None:

@@ -1,10 +1,9 @@
-"""Read and write GPT-2 and GPT-NeoX models in Hugging Face's form, with the package transformers.
+"""Read GPT-2 models in Hugging Face's form, write ours and read them again, with transformers.
 
     python train.py --init_from gpt2 --dataset shakespeare
 
-GPT-2 has learned positions and transposed matrices. GPT-NeoX has rotary positions. Its rows of
-queries, keys and values are ordered (H, 3, D), ours (3, H, D). Of each head it rotates the first R
-dimensions, in pairs d and d + R/2; our pairs are d and d + D/2.
+GPT-2 has learned positions and transposed matrices. Our rotary models are written as GPT-NeoX. Its
+rows of queries, keys and values are ordered (H, 3, D), ours (3, H, D).
 """
 
 import importlib
@@ -16,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.files import GPT2_NAMES
 from common.process import UserError, first_line, require, warn
 from model import GPTConfig
 from tokenization_manager import TokenizationManager
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM"}  # by model_type
+WAY_OUT = "only GPT-2 and what interop/export.py writes; other models: TRL, see docs/guide.md"
 # Fields of GPTConfig, and the settings of transformers that mean the same.
 SETTINGS = {
     "block_size": "max_position_embeddings",
@@ -66,13 +65,11 @@ def load_transformers() -> Any:
 
 @cache
 def download_model(name: str) -> Path:
-    """Return the folder of a model of the Hugging Face hub, from the cache or downloaded."""
+    """Return the folder of one of GPT-2's models on the hub, from the cache or downloaded."""
     load_transformers()
     import huggingface_hub  # a requirement of transformers
 
-    repository = name
-    if name in GPT2_NAMES:
-        repository = f"openai-community/{name}"
+    repository = f"openai-community/{name}"
     patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
     try:
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
@@ -143,16 +140,12 @@ def read_model(folder: Path, num_tokens: int | None) -> tuple[GPTConfig, dict[st
 def our_config(theirs: Any, num_tokens: int | None) -> GPTConfig:
     """Convert a transformers config to a GPTConfig. Raise UserError if it cannot represent it."""
     if theirs.model_type not in CLASSES:
-        raise UserError(
-            f"a model of type {theirs.model_type!r}; supported are {', '.join(CLASSES)}"
-        )
+        raise UserError(f"a model of type {theirs.model_type!r}: {WAY_OUT}")
     config = GPTConfig(vocab_size=theirs.vocab_size, num_tokens=num_tokens, position="learned")
     for name, their_name in SETTINGS.items():
         setattr(config, name, getattr(theirs, their_name))
     if theirs.model_type == "gpt_neox":
         config.position = "rope"
-        config.rotary_share = theirs.rope_parameters["partial_rotary_factor"]
-        config.parallel_residual = theirs.use_parallel_residual
         activation = theirs.hidden_act
     else:
         activation = theirs.activation_function
@@ -171,7 +164,7 @@ def our_config(theirs: Any, num_tokens: int | None) -> GPTConfig:
     for name, expected in their_settings(config).items():
         value = getattr(theirs, name)
         if value != expected and value != synonyms.get(name, expected):
-            raise UserError(f"{name}={value!r:.60} is not supported, only {expected}")
+            raise UserError(f"{name}={value!r:.60}, not {expected}: {WAY_OUT}")
     return config
 
 
@@ -191,11 +184,11 @@ def their_settings(config: GPTConfig) -> dict[str, Any]:
     rope = {
         "rope_type": "default",
         "rope_theta": 10000.0,
-        "partial_rotary_factor": config.rotary_share,
+        "partial_rotary_factor": 1.0,
     }
     settings.update(
         rope_parameters=rope,
-        use_parallel_residual=config.parallel_residual,
+        use_parallel_residual=False,
         attention_bias=True,
         intermediate_size=4 * config.n_embd,
         layer_norm_eps=1e-5,
@@ -222,19 +215,10 @@ def permute_weights(tensor: Tensor, name: str, config: GPTConfig, back: bool = F
         return tensor
     if ".c_attn." not in name:
         return tensor
-    H = config.n_head
-    D = config.n_embd // H
-    R = config.rotary_size
-    rotated = torch.arange(R).view(2, -1)  # their pairs d, d + R/2 are the columns
-    fixed = torch.arange(R, D).view(2, -1)
-    order = torch.cat((rotated, fixed), 1).flatten()  # (D,): our pairs are d, d + D/2
-    dims = torch.stack((order, order, torch.arange(D)))  # (3, D) of queries, keys and values
-    parts = torch.arange(3).view(3, 1, 1)
-    heads = torch.arange(H).view(1, H, 1)
-    rows = (heads * 3 * D + parts * D + dims[:, None]).flatten()  # (3C,): their row of each of ours
+    sizes = (config.n_head, 3)
     if back:
-        rows = rows.argsort()
-    return tensor[rows]
+        sizes = (3, config.n_head)
+    return tensor.unflatten(0, (*sizes, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def their_model(config: GPTConfig, state: Mapping[str, Tensor], **settings: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from common.files import lock_output
 from common.log import print0
 from common.process import UserError, first_line, require, run_main, warn
-from common.settings import Errors, Settings, parse_settings, setting
+from common.settings import Errors, Settings, parse_settings
 from corpus.encode import find_texts, joined_pieces
 from data_loader import read_text
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
@@ -37,9 +37,9 @@ class ReadTextSettings(Settings):
 
     text: str | None = None
     """the text to read: a UTF-8 file (required)"""
-    generator: str | None = setting(None, model_file="required")
+    generator: str | None = None
     """the model whose writing is looked for: a folder or a hub name (required)"""
-    natural_model: str | None = setting(None, model_file="optional")
+    natural_model: str | None = None
     """a natural model of the same vocabulary; None: a head on the generator's own layers"""
     natural_text: tuple[str, ...] = ()
     """natural text that fits the reward: UTF-8 files, folders of *.txt; not the text itself"""
@@ -51,6 +51,7 @@ class ReadTextSettings(Settings):
     def check_settings(self, errors: Errors) -> None:
         """Check that there are a text and a fitted reward, or natural text to fit one."""
         errors.check(self.text is not None, "text is required: pass a file with --text")
+        errors.check(self.generator is not None, "generator is required: pass a folder or hub name")
         is_fitted = self.reward_path is not None and Path(self.reward_path).is_file()
         has_text = len(self.natural_text) > 0
         errors.check(is_fitted or has_text, "natural_text is required, or a fitted reward_path")

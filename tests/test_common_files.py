@@ -192,6 +192,6 @@ def test_every_script_locks_its_output(tmp_path, corpus, generator, monkeypatch)
 
 def test_names_of_a_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
-    names = ("gpt2", "owner/name", "gpt3", "here/name", "owner/model.pt", "a/b/c")
-    assert [name for name in names if files.is_hub_name(name)] == ["gpt2", "owner/name"]
+    (tmp_path / "gpt2-xl").mkdir()
+    names = ("gpt2", "gpt2-xl", "owner/name", "gpt3")
+    assert [name for name in names if files.is_hub_name(name)] == ["gpt2"]

@@ -279,7 +279,6 @@ def test_initialisation(mode):
         ({"block_size": 0}, "block_size=0: must be >= 1"),
         ({"n_embd": 9}, "n_embd=9 is not a multiple of n_head=2"),
         ({"n_embd": 6}, "even head size"),
-        ({"rotary_share": 0.25}, "not 1 of n_embd / n_head = 4"),
         ({"activation": "relu"}, "activation='relu': must be one of gelu, gelu_tanh"),
         ({"dropout": -0.1}, "dropout=-0.1"),
         ({"dropout": math.nan}, "dropout=nan"),

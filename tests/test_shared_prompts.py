@@ -41,15 +41,12 @@ def test_no_token_is_there_twice():
     )
 
 
-@pytest.mark.parametrize(
-    ("position", "parallel", "group_size"),
-    [("rope", False, G), ("learned", True, G), ("rope", True, 1)],
-)
-def test_log_probs_and_gradients_are_those_of_whole_rows(position, parallel, group_size):
+@pytest.mark.parametrize(("position", "group_size"), [("rope", G), ("learned", G), ("rope", 1)])
+def test_log_probs_and_gradients_are_those_of_whole_rows(position, group_size):
     """Of the written tokens; and those of all tokens from one prediction of each."""
     torch.manual_seed(1)
     shape = {"block_size": N, "vocab_size": V, "n_layer": 2, "n_head": 2, "n_embd": 16}
-    model = GPT(GPTConfig(position=position, parallel_residual=parallel, **shape)).eval()
+    model = GPT(GPTConfig(position=position, **shape)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -9,7 +9,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same_weights, write_token_files
+from helpers import ROOT, assert_same_weights, write_token_files
 
 from common.process import UserError
 from corpus.corpus import open_corpus
@@ -225,6 +225,7 @@ WRONG = [
     (contents(config=config(n_layer=1)), "transformer.h.1"),
     (contents(config=config(vocab_size=12)), "size mismatch for"),
     (contents(config=config(problem=None)), "problem"),
+    (contents(config=config(rotary_share=0.5)), "rotary_share=0.5: commit 6e0f3b4 reads it last"),
     (contents(config=config(block_size=HUGE)), "block_size: must be <= 16777216"),
     (contents(config=config(block_size=1 << 24)), "times n_embd, must be <= 33554432"),
     (contents(config=config(n_layer=1 << 24)), "1,936 weights, but its config needs"),
@@ -239,6 +240,14 @@ WRONG = [
     (contents(training={"skill": 3}), "invalid skill"),
     (contents(data={**DATA, "train_sha256": None}), "invalid train_sha256"),
 ]
+
+
+def test_a_checkpoint_of_commit_6e0f3b4_loads():
+    """Its config has fields that were removed since, at their defaults."""
+    path = ROOT / "tests/data/checkpoint_6e0f3b4.pt"
+    assert {"rotary_share", "parallel_residual"} <= vars(torch.load(path)["config"]).keys()
+    model = ckpt.build_model(ckpt.load_checkpoint(path), path)
+    assert model(torch.tensor([[0, 1, 2]]))[0].shape == (1, 1, 3)
 
 
 @pytest.mark.parametrize(("value", "message"), WRONG, ids=[message for _, message in WRONG])

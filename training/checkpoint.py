@@ -33,6 +33,8 @@ CHECKED_ENTRIES = (
     ("training", "batches", int | None),
     ("training", "skill", dict | None),
 )
+# Former fields of GPTConfig, and their defaults: other values are refused.
+REMOVED_FIELDS = {"rotary_share": 1.0, "parallel_residual": False}
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Record = Mapping[str, Any]
 
@@ -60,7 +62,7 @@ def save_checkpoint(
 
 
 def find_model(name: str | Path) -> Path:
-    """Return the file or folder of a model; download it if `name` is a Hugging Face name."""
+    """Return the file or folder of a model; download it if `name` is one of GPT-2's names."""
     if not is_hub_name(str(name)):
         return Path(name)
     from interop.huggingface import download_model  # only needed for such names
@@ -71,8 +73,8 @@ def find_model(name: str | Path) -> Path:
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read and check a checkpoint; missing records are None.
 
-    `path` is a Crossover or nanoGPT file, a Hugging Face folder, or a Hugging Face name. Raise
-    UserError for anything else. Nothing in a file is executed.
+    `path` is a Crossover or nanoGPT file, a folder of GPT-2 or of our export, or one of GPT-2's
+    names. Raise UserError for anything else. Nothing in a file is executed.
     """
     path = find_model(path)
     if path.is_dir():
@@ -86,7 +88,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     # A damaged or hostile file can hold any value in any place.
     except (TypeError, LookupError, AttributeError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"ERROR: {path} is damaged, or not the checkpoint of a model: "
+            f"ERROR: {path} is damaged, too old, or not the checkpoint of a model: "
             f"{first_line(error):.200}; use an earlier or another one"
         ) from None
 
@@ -147,7 +149,10 @@ def check_config(
     prefixes: what the names of the model's weights may begin with.
     """
     # Rebuild the config field by field: a loaded object may carry arbitrary attributes.
-    values = config if isinstance(config, dict) else vars(config)
+    values = dict(config if isinstance(config, dict) else vars(config))
+    for name, default in REMOVED_FIELDS.items():
+        value = values.pop(name, default)
+        require(value == default, f"{name}={value!r:.60}: commit 6e0f3b4 reads it last")
     config = GPTConfig(**values)
     problem = config.problem()
     require(problem is None, f"invalid config: {problem}")

@@ -34,7 +34,7 @@ class TrainSettings(Settings):
     checkpoint_name: str = "model_checkpoint.pt"
     """file name of the best model, within out_dir"""
     init_from: str = setting("scratch", changeable=True)
-    """scratch; resume: the run in out_dir; or a checkpoint, ours or nanoGPT's, or a hub's name"""
+    """scratch; resume: the run in out_dir; a checkpoint, ours or nanoGPT's; or gpt2 to gpt2-xl"""
     overwrite: bool = False
     """replace the model of another run in out_dir"""
     eval_interval: int = setting(250, minimum=1)
