@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from common.files import atomic_path, hash_bytes
+from common.files import atomic_path, hash_bytes, reading
 from common.process import UserError, first_line, require
 
 MAX_VOCAB_SIZE = 65536  # tokens are uint16
@@ -65,7 +65,7 @@ def load_meta(path: str | Path) -> dict[str, Any]:
     Raise MetaFileError for a damaged or inconsistent file.
     """
     data = _read_file(path)
-    try:
+    with reading(path, "nothing was executed", MetaFileError):
         meta = _PlainUnpickler(io.BytesIO(data)).load()
         vocab_size = meta["vocab_size"]
         if type(vocab_size) is not int:
@@ -77,10 +77,6 @@ def load_meta(path: str | Path) -> dict[str, Any]:
         is_unique = len(expected["stoi"]) == vocab_size
         if meta != {**meta, **expected} or not is_unique or {len(char) for char in chars} != {1}:
             raise ValueError("vocab_size, stoi and itos disagree")
-    except Exception as error:  # damaged bytes can raise anything
-        raise MetaFileError(
-            f"{path} is damaged, or not plain data ({error!r:.200}): nothing was executed"
-        ) from None
     return {"method": "char", "chars": "".join(chars)}
 
 
@@ -253,15 +249,11 @@ class TokenizationManager:
     def _set_json(self, source: str) -> None:
         import tokenizers  # here, because most corpora do not need it
 
-        try:
+        with reading(str(self.meta_path), kind=MetaFileError):
             library = tokenizers.Tokenizer.from_str(source)
             library.no_truncation()
             library.no_padding()
             self.vocab_size = max(library.get_vocab().values()) + 1
-        except BaseException as error:  # the library's panic is not an Exception
-            raise MetaFileError(
-                f"{self.meta_path} is damaged or not a {TOKENIZER_FILE}: {error!s:.200}"
-            ) from None
         self._library = library
         vocabulary = library.get_vocab(with_added_tokens=False)
         ids = dict(sorted(vocabulary.items(), key=lambda item: item[1]))  # in their order

@@ -228,7 +228,7 @@ def model_to_resume(run: Run) -> tuple[GPT, int]:
     `run.track` restores the weights later.
     """
     saved = run.resume()
-    with run.reading("model"):
+    with run.reading():
         checked = ckpt.checked_contents({"model": saved["model"], "config": saved["config"]})
         return GPT(checked["config"]), int(saved["first_batch"])
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.process import UserError, require
+from common.process import UserError, first_line, require
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -25,21 +25,20 @@ def select_device(name: str) -> torch.device:
     Raise UserError for a device that this machine lacks. With CUDA, float32 matrix products use
     TF32 from then on: inputs rounded to 11 significant bits, sums in float32.
     """
-    counts = {
-        "cuda": torch.cuda.device_count(),
-        "mps": int(torch.backends.mps.is_available()),
-        "cpu": 1,
-    }
     if name == "auto":
-        name = next(kind for kind, count in counts.items() if count > 0)
+        name = "cpu"
+        if torch.backends.mps.is_available():
+            name = "mps"
+        if torch.cuda.is_available():
+            name = "cuda"
+    rule = "use auto, cpu, cuda, cuda:N or mps"
+    require(name.partition(":")[0] in ("cpu", "cuda", "mps"), f"device={name!r}: {rule}")
     try:
         device = torch.device(name)
-    except RuntimeError:
-        rule = "use auto, cpu, cuda, cuda:N or mps"
-        raise UserError(f"ERROR: device={name!r} is not a device name: {rule}") from None
-    available = f"{counts['cuda']} usable CUDA and {counts['mps']} MPS device(s)"
-    error = f"device={name!r}, but this machine has {available}: use --device cpu or auto"
-    require((device.index or 0) < counts.get(device.type, 0), error)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        problem = f"device={name!r} is not available here ({first_line(error):.120})"
+        raise UserError(f"ERROR: {problem}: {rule}") from None
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     return device

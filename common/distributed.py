@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from common.device import select_device
 from common.process import UserError, require
 
 T = TypeVar("T")
@@ -96,11 +97,7 @@ def start_ranks(device: torch.device) -> Ranks:
     if device.type == "mps":
         raise UserError("ERROR: torchrun needs CPUs or CUDA devices: use --device cpu")
     if device.type == "cuda":
-        local_rank = int(os.environ["LOCAL_RANK"])
-        count = torch.cuda.device_count()
-        remedy = f"use --nproc_per_node {count}"
-        require(local_rank < count, f"there are more processes than CUDA devices: {remedy}")
-        device = torch.device("cuda", local_rank)
+        device = select_device(f"cuda:{os.environ['LOCAL_RANK']}")
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
         device_id = device

@@ -8,16 +8,13 @@ time writes an output.
 
 import codecs
 import contextlib
-import glob
 import hashlib
 import json
 import os
 import pickle
-import re
 import shlex
 import shutil
 import warnings
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ from typing import Any
 import filelock
 import torch
 
-from common.process import UserError, first_line, require, until_main_ends
+from common.process import UserError, require, until_main_ends
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CHUNK = 1 << 20  # characters or tokens that are read at a time
@@ -40,7 +37,6 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)  # do not write through a link of this name
-    remove_leftovers(path)
     try:
         yield partial
         with open(partial, "rb") as file:
@@ -62,19 +58,6 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     yield partial
     shutil.rmtree(path, ignore_errors=True)
     partial.rename(path)
-
-
-def remove_leftovers(path: Path) -> None:
-    """Remove the partial files of `path` that killed processes have left."""
-    prefix = f".{path.name}."
-    for leftover in path.parent.glob(f"{glob.escape(prefix)}*.partial"):
-        pid = leftover.name.removeprefix(prefix).removesuffix(".partial")
-        try:
-            os.kill(int(pid), 0)  # signal 0 only checks whether the process exists
-        except ProcessLookupError:
-            leftover.unlink(missing_ok=True)
-        except (ValueError, OverflowError, PermissionError):
-            pass  # not a process id, or a process of another user
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
@@ -111,12 +94,24 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: str | os.PathLike) -> Any:
-    """Return the value in a JSON file; raise UserError if it cannot be read."""
+@contextlib.contextmanager
+def reading(
+    path: str | os.PathLike, way_out: str = "use another file", kind: type[UserError] = UserError
+) -> Iterator[None]:
+    """Turn an error of reading a file into one line: PATH is damaged (cause): way out."""
     try:
+        yield
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except BaseException as error:  # damaged bytes can raise anything, and Rust code panic
+        cause = " ".join(str(error).removeprefix("ERROR: ").split()) or type(error).__name__
+        raise kind(f"ERROR: {path} is damaged ({cause:.120}): {way_out}") from None
+
+
+def read_json(path: str | os.PathLike) -> Any:
+    """Return the value in a JSON file."""
+    with reading(path):
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"ERROR: cannot read {path}: {error}") from None
 
 
 def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
@@ -131,43 +126,18 @@ def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
             raise
 
 
-def load_state(path: str | Path, remedy: str = "choose another file") -> dict[str, Any]:
-    """Return the dict of tensors and plain values in a file, on the CPU; nothing is executed.
-
-    Raise UserError, with the remedy, for any other file.
-    """
+def load_state(path: str | Path, way_out: str = "use another file") -> dict[str, Any]:
+    """Return the dict of tensors and plain values in a file, on the CPU; nothing is executed."""
     path = Path(path)
     require(path.is_file(), f"Model file not found: {path}")
-    try:
-        if zipfile.is_zipfile(path):
-            _check_archive(path)
-        with warnings.catch_warnings(action="ignore"):  # torch warns about old formats
+    # torch warns about old formats.
+    with reading(path, way_out), warnings.catch_warnings(action="ignore"):
+        try:
             contents = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        culprit = re.search(r".*(Unsupported|GLOBAL).*", str(error))
-        detail = culprit[0].strip() if culprit else ""
-        what = "holds something other than tensors and settings; nothing was executed"
-        raise UserError(f"ERROR: {path} {what}. {detail} ({remedy})") from None
-    except MemoryError:
-        raise
-    except Exception as error:  # damaged bytes may raise any error
-        what = "is damaged or not a checkpoint"
-        raise UserError(f"ERROR: {path} {what}: {first_line(error)}; {remedy}") from None
-    if not isinstance(contents, dict):
-        kind = type(contents).__name__
-        raise UserError(f"ERROR: {path} holds a {kind}, not the dict of a checkpoint; {remedy}")
+        except pickle.UnpicklingError:  # torch advises to execute it
+            raise ValueError("more than tensors and settings; nothing was executed") from None
+        require(isinstance(contents, dict), f"a {type(contents).__name__}, not a dict")
     return contents
-
-
-def _check_archive(path: Path) -> None:
-    """Raise ValueError if a ZIP archive is damaged or unpacks to more bytes than its file."""
-    with zipfile.ZipFile(path) as archive:
-        # torch.save does not compress: a small file that does could fill the memory.
-        if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
-            raise ValueError("its records unpack to more bytes than the file")
-        damaged = archive.testzip()  # torch.load does not compare the CRC-32 of its own format
-        if damaged:
-            raise ValueError(f"the CRC-32 of {damaged} differs")
 
 
 def lock_output(path: str | Path, is_folder: bool = False) -> None:
@@ -186,7 +156,6 @@ def lock_output(path: str | Path, is_folder: bool = False) -> None:
     except filelock.Timeout:
         remedy = "wait for it, or choose another output"
         raise UserError(f"ERROR: {path} is being written by another process: {remedy}") from None
-    remove_leftovers(path)
 
 
 def is_hub_name(name: str) -> bool:

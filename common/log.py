@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from common.files import write_text
-from common.process import UserError, is_main_rank
+from common.files import reading, write_text
+from common.process import UserError, is_main_rank, require
 
 T = TypeVar("T")
 # Metrics printed to the console, in this order. Records contain all metrics.
@@ -156,17 +156,13 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     """
     if not Path(path).is_file():
         return []
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
-    for number, line in enumerate(lines, 1):
-        try:
+    with reading(path, "move the file away to continue"):
+        for number, line in enumerate(lines[:-1], 1):
             record = json.loads(line)
-            record["step"]  # fails unless this is a record
+            require(isinstance(record, dict) and "step" in record, f"line {number} is no record")
             records.append(record)
-        except (ValueError, TypeError, KeyError):
-            if number < len(lines):
-                error = f"{path}, line {number} is not a record: move the file away to continue"
-                raise UserError(f"ERROR: {error}") from None
     return records
 
 

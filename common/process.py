@@ -2,12 +2,11 @@
 
     python -c "from common.process import is_main_rank; print(is_main_rank())"
 
-Every script runs its main() with `run_main`. Bad input ends in one line and status 2, Ctrl-C in
-status 130, SIGTERM in status 143.
+Every script runs its main() with `run_main`. Bad input ends in one line and status 2, Ctrl-C and
+SIGTERM in status 130.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -19,17 +18,10 @@ from typing import Any
 import torch
 
 EXIT_BAD_INPUT = 2
-PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent dies
 
 
 class UserError(ValueError):
     """Bad input. The message names the value, the rule it breaks, and the remedy."""
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived. Not an Exception, like KeyboardInterrupt, so that `except Exception` does
-    not catch it.
-    """
 
 
 class Finished(BaseException):
@@ -51,10 +43,10 @@ def first_line(error: BaseException) -> str:
 until_main_ends = contextlib.ExitStack()  # locks and files that stay open while main() runs
 
 
-def terminate(number: int, frame: Any) -> None:
-    """Handle SIGTERM: raise Terminated, and ignore further SIGTERMs."""
+def interrupt(number: int, frame: Any) -> None:
+    """Handle SIGTERM as Ctrl-C, once."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated
+    raise KeyboardInterrupt
 
 
 def run_main(
@@ -74,7 +66,7 @@ def run_main(
         message = f"ERROR: {script} runs in one process, but {num_processes} were started"
         remedy = f"start `python {script}` without torchrun"
         _exit(f"{message}: {remedy}", EXIT_BAD_INPUT, all_ranks=False)
-    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGTERM, interrupt)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # print ? for a character that it cannot encode
     try:
@@ -89,25 +81,14 @@ def run_main(
         _exit(str(error), EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         _exit(f"Interrupted. {resume_hint}", 128 + signal.SIGINT, all_ranks=False)
-    except Terminated:
-        _exit(f"Terminated. {resume_hint}", 128 + signal.SIGTERM, all_ranks=False)
-    except BrokenPipeError:
-        # The reader of our output has ended (`... | head`): write the rest to nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(EXIT_BAD_INPUT)
     except (RuntimeError, MemoryError) as error:
         reason = first_line(error)
         if lacks_memory(error):
             remedy = "use a smaller batch, model or dataset"
             _exit(f"ERROR: out of memory ({reason}): {remedy}", EXIT_BAD_INPUT)
-        if comes_from_another_rank(error):
-            _exit(f"ERROR: another rank ended ({reason}). {resume_hint}", 1)
         raise
     except OSError as error:
-        message = f"ERROR: {error.strerror or error}"
-        if error.filename:
-            message += f": {error.filename}"
-        _exit(message, EXIT_BAD_INPUT)
+        _exit(f"ERROR: {first_line(error)}", EXIT_BAD_INPUT)
 
 
 def _exit(message: str, status: int, all_ranks: bool = True) -> None:
@@ -124,17 +105,13 @@ def _exit(message: str, status: int, all_ranks: bool = True) -> None:
 def run_child(name: str, command: list[str]) -> None:
     """Run a command in a child process; raise UserError if it fails.
 
-    On Ctrl-C or SIGTERM the child gets SIGTERM, finishes its step and saves. On Linux the child is
-    killed if this process is killed.
+    On Ctrl-C or SIGTERM the child gets SIGTERM, finishes its step and saves.
     """
-    libc = ctypes.CDLL(None)
 
-    def prepare() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to both processes
-        if sys.platform == "linux":
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    def ignore_ctrl_c() -> None:  # a terminal sends it to both processes
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    process = subprocess.Popen(command, preexec_fn=prepare)
+    process = subprocess.Popen(command, preexec_fn=ignore_ctrl_c)
     try:
         status = process.wait()
     except BaseException:
@@ -159,13 +136,6 @@ def lacks_memory(error: BaseException) -> bool:
         return True
     phrases = ("out of memory", "not enough memory", "can't allocate memory")
     return any(phrase in str(error) for phrase in phrases)
-
-
-def comes_from_another_rank(error: BaseException) -> bool:
-    """Return whether torch.distributed failed. NCCL's errors have a class; gloo's name one of
-    gloo's source files.
-    """
-    return isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)
 
 
 def warn(message: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.files import read_json, write_json
+from common.files import read_json, reading, write_json
 from common.process import require
 from common.settings import differing_settings
 
@@ -33,18 +33,12 @@ class Ledger:
         if not self.path.is_file():
             return
         contents = read_json(self.path)
-        try:
+        with reading(self.path, "use another --out_dir"):
             self.about = contents["about"]
             self.outcome = contents["outcome"]
             for record in contents["stages"]:
                 self.records[record["name"]] = record
                 _compared(record)
-            names = [*self.about.get("sources", []), *self.about.get("planned", [])]
-            is_ledger = isinstance(contents["stages"], list)
-            is_ledger = is_ledger and all(isinstance(name, str) for name in names)
-        except (AttributeError, KeyError, TypeError):
-            is_ledger = False
-        require(is_ledger, f"{self.path} is not a ledger of this version: use another --out_dir")
 
     def start(self, about: dict[str, Any]) -> None:
         """Begin a run; earlier records stay."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from common.files import hash_file
-from common.process import Terminated, UserError
+from common.process import UserError
 
 LARGEST = 1e12  # absolute value of a reward: its square is still a float32
 RULE = (
@@ -132,7 +132,7 @@ class RewardFunction:
         """Turn anything that the user's code raises into a UserError."""
         try:
             yield
-        except (KeyboardInterrupt, Terminated):
+        except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit, too
             place = ""

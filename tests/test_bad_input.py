@@ -18,15 +18,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
-    ROOT,
-    as_arguments,
     call,
     end_in_call,
     folder_bytes,
     press_ctrl_c,
     refuse,
     refuse_in_one_line,
-    start,
     succeed,
 )
 
@@ -218,13 +215,3 @@ def test_a_full_disk_and_ctrl_c(monkeypatch, script, module, name, calls, good, 
         options["init_from"] = "resume"
     succeed(script, **options)
     assert not any("partial" in file for file in folder_bytes(tmp_path))
-
-
-def test_a_reader_that_goes_away(good):
-    """`python sample.py | head -1`: no traceback."""
-    options = {**good["sample"], "num_samples": 200, "max_new_tokens": 300}
-    process = start(ROOT / "sample.py", *as_arguments(options))
-    process.stdout.close()
-    errors = process.stderr.read()
-    assert process.wait(timeout=60) == 2
-    assert "Traceback" not in errors and "Exception" not in errors

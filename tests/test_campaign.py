@@ -356,6 +356,8 @@ def test_a_loop_that_is_killed_ends_in_the_same_tensors(undisturbed, corpus, kil
                 process.wait(seconds)
                 break  # it was through
             except subprocess.TimeoutExpired:
+                if number == signal.SIGKILL:
+                    kill = os.killpg  # a stage outlives a killed run
                 kill(process.pid, number)
                 process.wait(600)
         finish(start_loop(folder, corpus), folder)

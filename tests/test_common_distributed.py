@@ -46,7 +46,8 @@ def test_shares_are_contiguous_and_whole(world_size):
 def test_objects_of_ranks_on_cuda_travel_over_the_cpu(monkeypatch):
     fake = Mock()
     monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "2", "LOCAL_RANK": "1"})
-    monkeypatch.setattr(torch, "cuda", Mock(device_count=lambda: 2))
+    monkeypatch.setattr(torch, "cuda", Mock())
+    monkeypatch.setattr(torch, "zeros", Mock())
     monkeypatch.setattr(torch, "distributed", fake)
     ranks = start_ranks(torch.device("cuda"))
     ranks.run_on_rank0(dict)
@@ -126,7 +127,7 @@ def test_sigterm_to_torchrun_saves_on_rank_0(tmp_path, corpus):
     process, options, _ = start_ranks_and_wait(tmp_path / "out", corpus)
     process.terminate()
     _, err = process.communicate(timeout=60)
-    assert len(re.findall(r"Terminated\..* --init_from resume", err)) == 1, err
+    assert len(re.findall(r"Interrupted\..* --init_from resume", err)) == 1, err
     last = read_records(tmp_path / "out" / "model_checkpoint.jsonl")[-1]["step"]
     out = succeed("train", **{**options, "max_iters": last + 5}, init_from="resume")
     assert int(re.search(r"Resuming .* step (\d+)", out)[1]) == last

@@ -35,20 +35,6 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     assert caught.value.filename == str(path)
 
 
-def test_leftovers_of_killed_processes_are_removed(tmp_path):
-    """Those of running processes, and of files with other names, stay. No process has the id
-    9,999,999.
-    """
-    others = [".x.pt.1.partial", ".x.pt.lock", ".x.pt.note.partial", ".x.pt.pt.9999999.partial"]
-    kept = [*others, ".y.pt.9999999.partial"]
-    for name in (".x.pt.9999999.partial", *kept):
-        (tmp_path / name).touch()
-    run_main(lambda: files.lock_output(tmp_path / "x.pt"))
-    assert sorted(os.listdir(tmp_path)) == kept
-    files.write_text(tmp_path / "y.pt", "text")
-    assert sorted(os.listdir(tmp_path)) == [*others, "y.pt"]
-
-
 def test_a_byte_order_mark_is_not_text(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 2)
     (tmp_path / "a.txt").write_bytes("\ufeffnaïve\r\n\ufeff".encode())
@@ -73,7 +59,7 @@ def test_json_comes_back(tmp_path):
     assert files.read_json(path) == value
     for text in ("{", "[" * 100_000):
         path.write_text(text)
-        with pytest.raises(UserError, match=r"ERROR: cannot read .*x.json"):
+        with pytest.raises(UserError, match=r"ERROR: .*x.json is damaged \(.{9,120}\): "):
             files.read_json(path)
 
 
@@ -128,25 +114,14 @@ def test_nothing_in_a_state_is_executed(tmp_path):
 
 def test_a_damaged_state_is_one_line(tmp_path):
     path = tmp_path / "x.pt"
-    tensor = torch.arange(1000.0)
-    files.save_state(path, {"w": tensor})
+    files.save_state(path, {"w": torch.arange(1000.0)})
     whole = path.read_bytes()
     assert "x.pt is damaged" in refused(path, b"")
     assert "x.pt is damaged" in refused(path, b"text")
     assert "x.pt is damaged" in refused(path, whole[: len(whole) // 2])
     assert "x.pt is damaged" in refused(path, whole[:100] + b"\0" * 500 + whole[600:])
-    numbers = tensor.numpy().tobytes()
-    flipped = numbers[:1234] + b"\1" + numbers[1235:]
-    assert "CRC" in refused(path, whole.replace(numbers, flipped))  # torch itself reads it
-
-
-def test_a_state_of_another_kind_and_an_oversized_archive_are_refused(tmp_path):
-    path = tmp_path / "x.pt"
     torch.save([1], path)
-    assert "holds a list" in refused(path, path.read_bytes())
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("x/data.pkl", b"\0" * 10**7)
-    assert "unpack to more bytes" in refused(path, path.read_bytes())
+    assert "x.pt is damaged (a list, not a dict): " in refused(path, path.read_bytes())
 
 
 def test_an_output_of_another_kind_is_refused(tmp_path):

@@ -84,11 +84,11 @@ def test_a_last_line_cut_short_is_left_out_and_a_resumed_run_removes_it(path):
 
 
 @pytest.mark.parametrize("line", ['{"step": ', '{"loss": 1}', "5"])
-def test_damage_elsewhere_is_reported_with_its_line(tmp_path, line):
+def test_damage_elsewhere_is_reported(tmp_path, line):
     path = tmp_path / "log.jsonl"
     assert read_records(path) == []
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
-    with pytest.raises(UserError, match=r"log\.jsonl, line 2 "):
+    with pytest.raises(UserError, match=r"log\.jsonl is damaged"):
         read_records(path)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common import process
-from common.process import Finished, Terminated, UserError, flag_signals, run_main
+from common.process import Finished, UserError, flag_signals, run_main
 
 
 def end_of(main, capsys, **options) -> tuple[int, str, str]:
@@ -34,21 +34,14 @@ def end_of(main, capsys, **options) -> tuple[int, str, str]:
     [
         (UserError("ERROR: K=0: must be >= 1"), 2, "ERROR: K=0: must be >= 1\n"),
         (KeyboardInterrupt(), 130, "Interrupted. Run the same"),
-        (Terminated(), 143, "Terminated. Run the same"),
         (MemoryError("no 9 TiB"), 2, "ERROR: out of memory (no 9 TiB): "),
         (MemoryError(), 2, "ERROR: out of memory (MemoryError): "),
         (torch.OutOfMemoryError("no 9 GiB\nmore"), 2, "ERROR: out of memory (no 9 GiB): "),
         (
-            RuntimeError("[/x/gloo/tcp/pair.cc:5] Connection closed\nby"),
-            1,
-            "ERROR: another rank ended ([/x/gloo",
+            FileNotFoundError(2, "No such file", "/absent"),
+            2,
+            "ERROR: [Errno 2] No such file: '/absent'\n",
         ),
-        (
-            torch.distributed.DistBackendError("NCCL error"),
-            1,
-            "ERROR: another rank ended (NCCL error). Run",
-        ),
-        (FileNotFoundError(2, "No such file", "/absent"), 2, "ERROR: No such file: /absent\n"),
         (OSError("only words"), 2, "ERROR: only words\n"),
     ],
 )

@@ -363,17 +363,14 @@ DAMAGED = """
 []
 {"about": {}}
 {"about": {}, "outcome": "", "stages": [{}]}
-{"about": {}, "outcome": "", "stages": {}}
-{"about": 5, "outcome": "", "stages": []}
-{"about": {"sources": 5}, "outcome": "", "stages": []}
-{"about": {"planned": [5]}, "outcome": "", "stages": []}
+{"about": {}, "outcome": "", "stages": 5}
 """
 
 
 @pytest.mark.parametrize("contents", DAMAGED.strip().splitlines())
 def test_a_damaged_ledger_is_refused(tmp_path, contents):
     (tmp_path / "cycles.json").write_text(contents)
-    error = "cycles.json is not a ledger of this version: use another --out_dir"
+    error = r"cycles.json is damaged \(.*\): use another --out_dir"
     with pytest.raises(UserError, match=error):
         Ledger(tmp_path)
 

@@ -394,7 +394,7 @@ def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
     parts = {**options, "output_path": tmp_path / "parts" / "policy.pt"}
     with monkeypatch.context() as patch:
         end_in_call(patch, train_grpo, "sample", 3, terminate)
-        assert call("train_grpo", **parts).status == 143
+        assert call("train_grpo", **parts).status == 130
     assert [record["step"] for record in records_of(parts)] == [0, 1, 2, 3]
     assert "seed was 42, now 1" in refuse_in_one_line(
         "train_grpo", **parts, init_from="resume", seed=1

@@ -8,21 +8,21 @@ run of the same settings and inputs ends in the same tensors.
 """
 
 import contextlib
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from common.distributed import ONE_RANK, Ranks
-from common.files import load_state, lock_output, save_state
+from common.files import load_state, lock_output, reading, save_state
 from common.log import RunLog, Tracker, print0, progress
-from common.process import Finished, UserError, first_line, flag_signals, require
+from common.process import Finished, UserError, flag_signals, require
 from common.settings import Settings, changeable, differing_settings
 
 RESUME_HINT = (
     "Continue with --init_from resume. If nothing was saved yet, run the same command again."
 )
+WAY_OUT = "pass --overwrite True, without --init_from resume, to start over"
 STATE_TYPES = {"settings": dict, "input_hashes": dict, "parts": dict, "step": int, "finished": bool}
 
 
@@ -118,14 +118,10 @@ class Run:
         # Only rank 0 writes the state, so only rank 0 reads it.
         if not self.ranks.run_on_rank0(self.state_path.is_file):
             return None
-        way_out = "pass --overwrite True, without --init_from resume, to start over"
-        state = self.ranks.run_on_rank0(lambda: load_state(self.state_path, way_out))
-        has_types = all(type(state.get(name)) is kind for name, kind in STATE_TYPES.items())
-        if not has_types or state["step"] < 0:
-            raise UserError(
-                f"ERROR: {self.state_path} is damaged or not the state of a run: "
-                "delete it and start from scratch"
-            )
+        state = self.ranks.run_on_rank0(lambda: load_state(self.state_path, WAY_OUT))
+        with self.reading():
+            for name, kind in STATE_TYPES.items():
+                require(type(state[name]) is kind, f"{name}={state[name]!r:.40}")
         return state
 
     def _difference(self, state: Mapping[str, Any], ignored: set[str]) -> str:
@@ -148,19 +144,12 @@ class Run:
         self.parts.update(parts)
         for name, part in parts.items():
             if self.is_resumed and hasattr(part, "load_state_dict"):
-                with self.reading(name):
+                with self.reading():
                     part.load_state_dict(self.saved[name])
 
-    @contextlib.contextmanager
-    def reading(self, name: str) -> Iterator[None]:
+    def reading(self) -> contextlib.AbstractContextManager[None]:
         """Turn any error from reading the saved state into a UserError that names the file."""
-        try:
-            yield
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise UserError(
-                f"ERROR: {self.state_path} is damaged ({name}: {first_line(error):.200}): "
-                "delete it and start from scratch"
-            ) from None
+        return reading(self.state_path, WAY_OUT)
 
     def steps(self, total: int, stop: Callable[[], str | None] = lambda: None) -> Iterator[int]:
         """Yield the number of each remaining step, counted from 0; set `reason` at the end.
@@ -173,10 +162,8 @@ class Run:
             progress(total, "Training", "step", initial=self.step) as self.bar,
         ):
             while True:
-                num_interrupted, num_terminated = self.ranks.sum(
-                    signal.SIGINT in signals, signal.SIGTERM in signals
-                )
-                if num_interrupted or num_terminated:
+                (num_interrupted,) = self.ranks.sum(len(signals))
+                if num_interrupted:
                     break
                 self.reason = stop() or ""
                 if not self.reason and self.step >= total:
@@ -187,10 +174,7 @@ class Run:
                 self.step += 1
                 self.bar.update()
             self.save(self.step)
-        # Outside of flag_signals the signal ends the process.
-        if num_terminated:
-            signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     def log(self, step: int, quiet: bool = False, **metrics: Any) -> None:
         """Append the record of a step and, unless `quiet`, print a line; see RunLog.log."""
