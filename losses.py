@@ -14,15 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from common.device import evaluating
-from common.process import require
 
 # Bound of log-ratios between two models' probabilities, so that no single token decides.
 MAX_LOG_RATIO = 10.0
-
-
-def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise UserError unless `value` is one of the known values of an argument."""
-    require(value in known, f"{name}={value!r} is not known: use one of {', '.join(known)}")
 
 
 def at_least_float32(x: Tensor) -> Tensor:

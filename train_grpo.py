@@ -101,7 +101,7 @@ def main() -> None:
     if not run.is_resumed:
         figures = evaluate(completer)
         stops.start(figures)
-        best.update(selection_value(figures, settings.kl), 0, policy.state_dict().items(), figures)
+        best.update(selection_value(figures), 0, policy.state_dict().items(), figures)
         run.log(0, **figures)
         run.save(0)
     warned_of_flat_groups = False
@@ -145,7 +145,7 @@ def main() -> None:
 
         # Update: log pi (R, N - 1) of the same tokens, with gradient, gives the ratio to pi_old.
         # With the sum of all advantages, the ratio gives the loss of each token (R, N - 1), and
-        # their mean (), as loss_type says. (With credit=exact the loss of a token is instead
+        # the mean () over tokens, then over rows. (With credit=exact the loss of a token is instead
         # KL(pi || m) over the V tokens that could stand in its place; the loss by the advantages of
         # functions is added to it.) Gradients are summed over micro-batches of rows; then AdamW
         # takes a step. This happens at most updates_per_step times: a KL from pi_old above the cap
@@ -168,7 +168,7 @@ def main() -> None:
             figures.update(evaluation)
             stops.evaluation(figures)
             if not stops.broken_cap:
-                value = selection_value(evaluation, settings.kl)
+                value = selection_value(evaluation)
                 best.update(value, num_steps, policy.state_dict().items(), evaluation)
 
         run.log(num_steps, quiet=not is_evaluated, **figures)

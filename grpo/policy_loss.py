@@ -6,18 +6,15 @@ Pure functions, in float32 or better. Shapes: B sequences of T tokens over a voc
 prompts with G completions each, the G of one prompt side by side. The normalisers are those of
 TRL's GRPO trainer.
 
-Papers: GRPO (DeepSeekMath, arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), PPO
-(1707.06347), KL estimators (J. Schulman, "Approximating KL Divergence", 2020).
+Papers: GRPO (DeepSeekMath, arXiv 2402.03300), PPO (1707.06347), KL estimators (J. Schulman,
+"Approximating KL Divergence", 2020).
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from losses import at_least_float32, check_choice
+from losses import at_least_float32
 
-LOSS_TYPES = ("grpo", "dr_grpo", "dapo")
 # Limit of differences of log-probabilities: e^20 = 5e8 is a fault, not a ratio.
 MAX_EXPONENT = 20.0
 EPSILON = 1e-4  # added to standard deviations
@@ -26,28 +23,24 @@ EPSILON = 1e-4  # added to standard deviations
 FLAT = 1e-6
 
 
-def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> Tensor:
+def group_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """Return the advantages (P * G,) of rewards (P * G,): A = (r - mean of the group) / std.
 
-    scale: divide by the standard deviation of the group (GRPO, section 4.1.2), or not (none: Dr.
-    GRPO). It has Bessel's correction, and EPSILON is added. Groups whose rewards are within FLAT of
-    each other get exactly 0.
+    The group's standard deviation (GRPO, section 4.1.2) has Bessel's correction, and EPSILON is
+    added. Groups whose rewards are within FLAT of each other get exactly 0.
     """
     groups = at_least_float32(rewards).view(-1, group_size)  # (P, G)
     advantages = groups - groups.mean(1, keepdim=True)
-    if scale == "group":
-        advantages = advantages / (groups.std(1, keepdim=True) + EPSILON)
+    advantages = advantages / (groups.std(1, keepdim=True) + EPSILON)
     is_flat = groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True) <= FLAT  # (P, 1)
     return advantages.masked_fill(is_flat, 0.0).flatten()
 
 
-def token_advantages(
-    rewards: Tensor, mask: Tensor, group_size: int, scale: str = "group"
-) -> Tensor:
+def token_advantages(rewards: Tensor, mask: Tensor, group_size: int) -> Tensor:
     """Return the advantages (P * G, T) of tokens from their rewards (P * G, T).
 
     A token's advantage is its reward minus the group's mean at the same position, divided by the
-    standard deviation around 0 of all advantages of the group (scale as above).
+    standard deviation around 0 of all advantages of the group.
     mask: (P * G, T), the generated tokens, equal within a group; the others get 0, as do groups
     whose advantages are all within FLAT. The mean contains the token's own reward: the expected
     gradient is (G - 1) / G of the policy gradient.
@@ -57,10 +50,9 @@ def token_advantages(
     baseline = groups.sum(1, keepdim=True) / written.sum(1, keepdim=True).clamp(min=1)  # (P, 1, T)
     advantages = (groups - baseline).masked_fill(~written, 0.0)
     is_flat = advantages.abs().amax((1, 2), keepdim=True) <= FLAT  # (P, 1, 1)
-    if scale != "none":
-        number = written.sum((1, 2), keepdim=True)  # (P, 1, 1)
-        variance = advantages.square().sum((1, 2), keepdim=True) / (number - 1).clamp(min=1)
-        advantages = advantages / (variance.sqrt() + EPSILON)
+    number = written.sum((1, 2), keepdim=True)  # (P, 1, 1)
+    variance = advantages.square().sum((1, 2), keepdim=True) / (number - 1).clamp(min=1)
+    advantages = advantages / (variance.sqrt() + EPSILON)
     return advantages.masked_fill(is_flat, 0.0).flatten(0, 1)
 
 
@@ -76,47 +68,21 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     return difference.expm1() - difference  # expm1 keeps the digits of e^d - 1 if d is small
 
 
-def divergence(
-    log_probs: Tensor, evidence: Tensor, reference_log_probs: Tensor, kl: str = "reverse"
-) -> Tensor:
-    """Return the divergence (...) in nats of a policy pi from a target m, over the vocabulary.
+def divergence(log_probs: Tensor, evidence: Tensor, reference_log_probs: Tensor) -> Tensor:
+    """Return KL(pi || m) (...) in nats of a policy pi from a target m, over the vocabulary.
 
-    The inputs are float32 log pi, log(m/q) and log q, (..., V) each. kl 'reverse': KL(pi || m),
-    whose gradient is minus the expected policy gradient of the reward log(m/q) - log(pi/q);
-    'forward': KL(m || pi), as in distillation. The target is not normalised.
+    The inputs are float32 log pi, log(m/q) and log q, (..., V) each. The gradient is minus the
+    expected policy gradient of the reward log(m/q) - log(pi/q). The target is not normalised.
     """
-    if kl == "forward":
-        target = reference_log_probs + evidence
-        return (target.exp() * (target - log_probs)).sum(-1)
     return (log_probs.exp() * (log_probs - reference_log_probs - evidence)).sum(-1)
 
 
-def average_loss(
-    per_token: Tensor,
-    mask: Tensor,
-    loss_type: str,
-    max_completion_length: int | None = None,
-    num_sequences: int | None = None,
-    num_tokens: float | Tensor | None = None,
-) -> Tensor:
-    """Return the mean () of losses per token (B, T) over the tokens of a float mask (B, T).
-
-    grpo: over each sequence's tokens, then over sequences; dr_grpo: over num_sequences *
-    max_completion_length (Dr. GRPO, section 3.2; default T); dapo: over num_tokens (DAPO, equation
-    8). num_sequences and num_tokens are those of the whole update (default: of this call), so that
-    the losses of its micro-batches add up to its loss.
+def average_loss(per_token: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean () of losses per token (B, T): over the tokens of each sequence in a float
+    mask (B, T), then over the sequences.
     """
-    check_choice("loss_type", loss_type, LOSS_TYPES)
-    sums = (per_token * mask).sum(1)  # (B,)
-    if num_sequences is None:
-        num_sequences = len(sums)
-    if num_tokens is None:
-        num_tokens = mask.sum().clamp(min=1)
-    if loss_type == "grpo":
-        return (sums / mask.sum(1).clamp(min=1)).sum() / num_sequences
-    if loss_type == "dr_grpo":
-        return sums.sum() / (num_sequences * (max_completion_length or mask.size(1)))
-    return sums.sum() / num_tokens
+    means = (per_token * mask).sum(1) / mask.sum(1).clamp(min=1)  # (B,)
+    return means.sum() / len(means)
 
 
 def kl_of_update(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -131,12 +97,9 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    loss_type: str = "grpo",
-    epsilon_low: float = 0.2,
-    epsilon_high: float | None = None,
+    epsilon: float = 0.2,
     reference_log_probs: Tensor | None = None,
     beta: float = 0.0,
-    **totals: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss () to minimise, and metrics () without gradient.
 
@@ -147,14 +110,11 @@ def policy_loss(
     Loss of a token with ratio r = exp(log_prob - old_log_prob) and advantage A (GRPO, equation 3;
     PPO, equation 7):
 
-        -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL
+        -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) + beta KL
 
-    epsilon_high None: as epsilon_low. Differences of log-probabilities are clamped to
-    +-MAX_EXPONENT. `totals` are arguments of `average_loss`. Metrics: kl_update (`kl_of_update`),
-    and clip_share: the share of tokens whose gradient the clip stopped.
+    Differences of log-probabilities are clamped to +-MAX_EXPONENT. Metrics: kl_update
+    (`kl_of_update`), and clip_share: the share of tokens whose gradient the clip stopped.
     """
-    if epsilon_high is None:
-        epsilon_high = epsilon_low
     is_counted = mask != 0
     log_probs = at_least_float32(log_probs).masked_fill(~is_counted, 0.0)
     if old_log_probs is None:
@@ -165,7 +125,7 @@ def policy_loss(
     mask = is_counted.to(log_probs.dtype)
     log_ratio = (log_probs - old_log_probs).clamp(-MAX_EXPONENT, MAX_EXPONENT)
     ratio = log_ratio.exp()  # (B, T)
-    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
     per_token = -torch.min(ratio * advantages, clipped * advantages)
     is_stopped = clipped * advantages < ratio * advantages
     if beta:
@@ -177,5 +137,5 @@ def policy_loss(
         "kl_update": kl_of_update(log_probs, old_log_probs, mask),
         "clip_share": (is_stopped * mask).sum() / mask.sum().clamp(min=1),
     }
-    loss = average_loss(per_token, mask, loss_type, **totals)
+    loss = average_loss(per_token, mask)
     return loss, {name: value.detach() for name, value in metrics.items()}

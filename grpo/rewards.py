@@ -68,8 +68,7 @@ def compute_advantages(rollouts: Rollouts, scores: Scores, settings: GRPOSetting
 
     The parts are the reward model ('model') and each function, whose advantages are multiplied by
     its weight. An advantage compares a reward with those of its group by one part only:
-    A_i = (r_i - mean(r)) / std(r). A weight therefore means the same for rewards of any scale,
-    unless advantage_scale=none leaves out std(r).
+    A_i = (r_i - mean(r)) / std(r). A weight therefore means the same for rewards of any scale.
 
     credit=token compares tokens, credit=sequence sequences. credit=exact computes the model's part
     over all tokens of the vocabulary, so that it is None here. With exact, and with auto (only
@@ -99,10 +98,9 @@ def compute_advantages(rollouts: Rollouts, scores: Scores, settings: GRPOSetting
 
 def compare(rewards: Tensor, rollouts: Rollouts, settings: GRPOSettings) -> Tensor:
     """Return the advantages (R, N - 1) of rewards (R,) or (R, N - 1) relative to their groups."""
-    options = (settings.group_size, settings.advantage_scale)
     if rewards.dim() == 1:
-        return group_advantages(rewards, *options)[:, None].expand_as(rollouts.mask)
-    return token_advantages(rewards, rollouts.mask, *options)
+        return group_advantages(rewards, settings.group_size)[:, None].expand_as(rollouts.mask)
+    return token_advantages(rewards, rollouts.mask, settings.group_size)
 
 
 def total_advantages(advantages: Advantages) -> Tensor | None:

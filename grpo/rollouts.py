@@ -8,7 +8,7 @@ channels; m tokens that the policy generated.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -76,7 +76,6 @@ class Rollouts:
     mask: Tensor  # (R, N - 1) bool: the m tokens that follow a prompt; only these are learned
     old_log_probs: Tensor | None  # (R, N - 1): log pi_old; None if no policy sampled the text
     group_size: int  # consecutive rows that share a prompt
-    totals: dict[str, Any]  # sizes of the whole step, for `average_loss`
 
     def micro_batches(self, max_rows: int) -> Iterator[slice]:
         """Yield slices of about `max_rows` rows that keep groups together where these fit."""
@@ -135,13 +134,12 @@ def sample(
     N = completer.length
     prompts = draw_prompts(tokens, N, P, G, settings.seed, "rollout", step)
     mask = written_mask(prompts.prefix_lengths, N).to(device)  # (R, N - 1)
-    totals = {"max_completion_length": N - 1, "num_sequences": P * G, "num_tokens": mask.sum()}
     natural = prompts.natural.to(device)  # (P, N)
     if is_natural:
-        return Rollouts(natural, mask, None, G, totals)
+        return Rollouts(natural, mask, None, G)
     with autocast(device):
         completions = completer(natural, prompts.prefix_lengths, prompts.uniforms, Sampling())
     completer.release()  # the update needs the memory
     ids = completions.ids.flatten(0, 1)  # (P, G, N) -> (R, N)
     log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (P, G, N) -> (R, N - 1)
-    return Rollouts(ids, mask, log_probs, G, totals)
+    return Rollouts(ids, mask, log_probs, G)

@@ -12,7 +12,6 @@ from common.process import require
 from common.settings import Errors, Settings, setting
 
 DEFAULT_BETA = 0.04  # weight of the KL penalty if the reward contains no KL
-SAMPLED_ONLY = ("epsilon", "epsilon_high", "advantage_scale")  # options of sampled tokens
 # Other figures than those of a function may have such names: reward_std, reward_NAME_low, ...
 RESERVED_ENDINGS = ("_model", "_std", "_low", "_high")
 
@@ -57,18 +56,10 @@ class GRPOSettings(Settings):
     """weight of the advantages of each reward function; None: 1 each"""
     credit: Literal["auto", "token", "sequence", "exact"] = "auto"
     """auto: exact (over the vocabulary) if the reward model allows it, else token, else sequence"""
-    kl: Literal["forward", "reverse"] = "reverse"
-    """with credit=exact: reverse is KL(policy || mixture), forward is KL(mixture || policy)"""
     prefixes: Literal["own", "natural"] = "own"
     """with credit=exact: completions of the policy, or natural text (off-policy distillation)"""
-    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
-    """how the losses of the tokens are averaged"""
     epsilon: float = setting(0.2, above=0)
-    """clip the ratio below 1 - epsilon"""
-    epsilon_high: float | None = setting(None, above=0)
-    """clip the ratio above 1 + epsilon_high; None: epsilon"""
-    advantage_scale: Literal["group", "none"] = "group"
-    """divide advantages by the standard deviation of the group, or not (none)"""
+    """clip the ratio to the range from 1 - epsilon to 1 + epsilon"""
     beta: float | None = setting(None, minimum=0)
     """weight of the KL to the start in the loss; None: 0 if the reward contains that KL, else
     0.04"""
@@ -94,12 +85,11 @@ class GRPOSettings(Settings):
         if self.credit == "exact":
             ignored.update(dict.fromkeys(("reward", "beta"), "credit=exact"))
             if not self.reward_function:
-                reason = "credit=exact, but not with credit=token"
-                ignored.update(dict.fromkeys(SAMPLED_ONLY, reason))
+                ignored["epsilon"] = "credit=exact, but not with credit=token"
         elif self.credit != "auto":
-            ignored.update(dict.fromkeys(("kl", "prefixes"), f"credit={self.credit}"))
+            ignored["prefixes"] = f"credit={self.credit}"
         if not self.reward_model_path:
-            of_reward_model = ("reward_threshold", "reward", "kl")
+            of_reward_model = ("reward_threshold", "reward")
             ignored.update(dict.fromkeys(of_reward_model, "a reward_function and no reward model"))
         if self.reward_function:
             ignored["prefixes"] = "a reward_function"

@@ -116,18 +116,15 @@ class Stops(SavedAttributes):
         return None
 
 
-def selection_value(figures: Mapping[str, Any], kl: str) -> float:
+def selection_value(figures: Mapping[str, Any]) -> float:
     """Return the value of an evaluated policy; the policy with the lowest value is kept.
 
     With a reward function: the KL to the mixture if there is one, else to the start; `BestAtTask`
     compares only the policies with the highest function reward. With a likelihood head: the KL to
-    its mixture, or, for kl=forward, the loss on natural text. Otherwise the distance of P(natural)
-    from that of natural text.
+    its mixture. Otherwise the distance of P(natural) from that of natural text.
     """
     if "fresh_function_reward" in figures:
         return figures.get("kl_mixture", figures["kl_now"])
-    if "kl_mixture" in figures and kl == "forward":
-        return figures["select_loss"]
     if "kl_mixture" in figures:
         return figures["kl_mixture"]
     return abs(figures["fresh_reward"] - figures["natural_reward"])

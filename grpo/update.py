@@ -111,7 +111,7 @@ class Updater:
         Return the loss and the metrics, averaged over tokens.
         """
         figures: dict[str, float] = {}
-        num_tokens = rollouts.totals["num_tokens"]
+        num_tokens = rollouts.mask.sum()
         for part in rollouts.micro_batches(self.policy.rows_at_a_time()):
             rows = rollouts.rows(part)
             row_advantages = None
@@ -127,6 +127,7 @@ class Updater:
                     row_advantages,
                     settings,
                 )
+            loss = loss * (len(rows.ids) / len(rollouts.ids))  # of the mean over all rows
             loss.backward()
             figures["loss"] = figures.get("loss", 0.0) + loss.item()
             share = float(rows.mask.sum() / num_tokens)
@@ -144,7 +145,7 @@ class Updater:
             with autocast(self.device):
                 log_probs = rows.log_probs(self.policy)
             total += formulas.kl_estimate(rows.old_log_probs, log_probs)[rows.mask].sum().item()
-        return total / int(rollouts.totals["num_tokens"])
+        return total / int(rollouts.mask.sum())
 
 
 def loss_of_rows(
@@ -167,10 +168,8 @@ def loss_of_rows(
     mask = rollouts.mask
     divergence: Tensor | float = 0.0
     if settings.credit == "exact":
-        losses, log_probs = exact_losses(policy, rollouts, hidden, mixture, settings.kl)
-        divergence = formulas.average_loss(
-            losses, mask.to(losses.dtype), settings.loss_type, **rollouts.totals
-        )
+        losses, log_probs = exact_losses(policy, rollouts, hidden, mixture)
+        divergence = formulas.average_loss(losses, mask.to(losses.dtype))
     else:
         log_probs = rollouts.log_probs(policy)
     if advantages is not None:
@@ -179,12 +178,9 @@ def loss_of_rows(
             rollouts.old_log_probs,
             advantages,
             mask,
-            loss_type=settings.loss_type,
-            epsilon_low=settings.epsilon,
-            epsilon_high=settings.epsilon_high,
+            epsilon=settings.epsilon,
             reference_log_probs=reference_log_probs,
             beta=settings.beta,
-            **rollouts.totals,
         )
         return divergence + loss, metrics
     assert isinstance(divergence, Tensor)
@@ -200,7 +196,6 @@ def exact_losses(
     rollouts: Rollouts,
     hidden: tuple[Tensor, ...],
     mixture: LikelihoodRewardModel,
-    kl: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence from the mixture over all V at each token, and log pi of the token:
     (R, N - 1) each, 0 outside the mask.
@@ -213,7 +208,7 @@ def exact_losses(
         log_probs = policy.logits(states).float().log_softmax(-1)  # (m, V)
         chosen = log_probs.gather(1, tokens[:, None])[:, 0]  # (m,)
         evidence, reference_log_probs = mixture.distributions(frozen)  # (m, V) each
-        losses = formulas.divergence(log_probs, evidence, reference_log_probs, kl)  # (m,)
+        losses = formulas.divergence(log_probs, evidence, reference_log_probs)  # (m,)
         return torch.stack((losses, chosen))  # (2, m)
 
     inputs = (rollouts.tokens(), rollouts.hidden_states(policy), *hidden)

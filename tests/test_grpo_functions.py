@@ -25,7 +25,7 @@ def test_each_part_is_compared_by_itself_and_weighted(credit):
     """credit=auto and exact compare a function's rewards of the kind that it returns."""
     mask = torch.ones(4, 3, dtype=torch.bool)
     one, two, evidence, log_probs = torch.rand(4), *torch.rand(3, 4, 3)
-    batch = Rollouts(torch.zeros(4, 4, dtype=torch.int64), mask, log_probs, 2, {})
+    batch = Rollouts(torch.zeros(4, 4, dtype=torch.int64), mask, log_probs, 2)
     functions = FunctionScores("one", 0.5, one, one), FunctionScores("two", -3.0, two, two.mean(1))
     natural = None if credit == "auto" else torch.rand(4)
     scores = Scores(torch.rand(4, 3), natural, evidence, functions=functions)
@@ -62,7 +62,7 @@ def test_functions_add_their_sampled_gradient_to_the_exact_one(monkeypatch):
     def scored_by(model: Any, *functions: Mock) -> tuple[GPT, RewardScorer]:
         return policy, RewardScorer(model, scorer.reference, functions=functions)
 
-    exact = settings_of(credit="exact", group_size=3, prompts_per_step=2, advantage_scale="group")
+    exact = settings_of(credit="exact", group_size=3, prompts_per_step=2)
     sampled = replace(exact, credit="auto")
     of_model = gradient(scored_by(scorer.reward_model), batch, exact)[0]
     of_one, of_two = (gradient(scored_by(None, each), batch, sampled)[0] for each in (one, two))
@@ -99,7 +99,7 @@ def test_with_functions_the_nearest_of_the_best_at_the_task_is_kept(kl):
             kl: divergence,
         }
         weights = [("w", torch.tensor(step))]
-        best.update(selection_value(figures, "forward"), step, weights, figures)
+        best.update(selection_value(figures), step, weights, figures)
         assert [policy["at"] for policy in best.policies] == stored
         assert (best.value, best.weights["w"].item()) == (looks[best.at][1], best.at)
         chosen.append(best.at)

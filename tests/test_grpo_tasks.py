@@ -166,7 +166,7 @@ def test_the_last_of_several_updates_is_measured_too(grpo, share_of, tmp_path):
     ("is_ratio", "knows_tokens", "options", "credit"),
     [
         (True, True, {}, "exact"),
-        (True, True, {"group_size": 1, "kl": "forward", "prefixes": "natural"}, "exact"),
+        (True, True, {"group_size": 1, "prefixes": "natural"}, "exact"),
         (True, True, {"reward_function": ("mine.py:score",), "epsilon": 0.1}, "exact"),
         (True, True, {"reward_function": ("mine.py:score",), "reward": "natural"}, "token"),
         (True, True, {"reward": "natural"}, "token"),

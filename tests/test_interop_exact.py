@@ -13,7 +13,6 @@ from test_interop_trl_uses import (
     make_trainer,
 )
 
-import grpo.policy_loss as formulas
 from common.process import UserError
 from interop.crossover_reward import (
     CausalModel,
@@ -76,10 +75,9 @@ def test_the_gradient_is_the_expectation_of_token_credit(monkeypatch, is_tied):
         m = (WEIGHT * p + (1 - WEIGHT) * q).detach()
         divergences.append((pi * (pi / m).log()).sum())
         rewards = (m / pi).log().detach()
-        advantages = formulas.token_advantages(
-            rewards[ALL_PAIRS].view(-1, 1), torch.ones(V * V * G, 1), G, "none"
-        )
-        losses = -(advantages.view(-1, G) * pi.log()[ALL_PAIRS]).mean(1)  # (V * V,)
+        of_pairs = rewards[ALL_PAIRS]  # (V * V, G)
+        advantages = of_pairs - of_pairs.mean(1, keepdim=True)
+        losses = -(advantages * pi.log()[ALL_PAIRS]).mean(1)  # (V * V,)
         # The mean of a group has a token's own reward in it.
         expected = expected + G / (G - 1) * pi[ALL_PAIRS].prod(1).detach() @ losses
     (expected / mask.sum()).backward()

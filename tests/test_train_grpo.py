@@ -34,6 +34,7 @@ from common.files import hash_file
 from common.log import read_records
 from common.process import UserError
 from generation.completions import Completer
+from grpo import rewards as rewards_module
 from grpo import stopping
 from grpo import update as update_module
 from grpo.rewards import compute_advantages, step_figures, total_advantages
@@ -234,7 +235,7 @@ def make_models(deviation: float) -> tuple[GPT, RewardScorer]:
 
 
 def settings_of(**options) -> GRPOSettings:
-    return GRPOSettings(**{"credit": "token", "beta": 0.0, "advantage_scale": "none", **options})
+    return GRPOSettings(**{"credit": "token", "beta": 0.0, **options})
 
 
 def make_rollouts(policy: GPT, ids: torch.Tensor, first: Any = True) -> Rollouts:
@@ -243,8 +244,7 @@ def make_rollouts(policy: GPT, ids: torch.Tensor, first: Any = True) -> Rollouts
         log_probs = token_log_probs(policy.logits(policy.trunk(ids[:, :-1])), ids[:, 1:])
     mask = torch.ones(len(ids), ids.size(1) - 1, dtype=torch.bool)
     mask[:, 0] = first
-    totals = {"max_completion_length": 2, "num_sequences": len(ids), "num_tokens": mask.sum()}
-    return Rollouts(ids, mask, log_probs, 1, totals)
+    return Rollouts(ids, mask, log_probs, 1)
 
 
 def gradient(
@@ -275,10 +275,17 @@ def expected_gradient(models: tuple[GPT, RewardScorer], settings: GRPOSettings) 
 
 
 @pytest.mark.parametrize("deviation", [0.5, 1.0])
-def test_sampled_gradients_have_the_exact_one_as_their_expectation(deviation):
-    """Times G / (G - 1), as the group's mean contains the token's own reward. With a deviation of 1
-    some log ratios of p and q are clamped, alike in both forms.
+def test_sampled_gradients_have_the_exact_one_as_their_expectation(monkeypatch, deviation):
+    """Times G / (G - 1), as the group's mean contains the token's own reward, and without the
+    division by a standard deviation. With a deviation of 1 some log ratios of p and q are clamped,
+    alike in both forms.
     """
+
+    def centred(rewards, mask, group_size):
+        groups = rewards.view(-1, group_size, mask.size(1))
+        return (groups - groups.mean(1, keepdim=True)).view_as(rewards)
+
+    monkeypatch.setattr(rewards_module, "token_advantages", centred)
     models = make_models(deviation)
     exact = expected_gradient(models, settings_of(credit="exact", group_size=1, prompts_per_step=1))
     assert exact.abs().max() > 0.01
@@ -286,12 +293,24 @@ def test_sampled_gradients_have_the_exact_one_as_their_expectation(deviation):
     torch.testing.assert_close(2 * expected_gradient(models, in_pairs), exact, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"kl": "forward"}, {"loss_type": "dapo"}], ids=str)
-def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, options):
+def test_micro_batches_of_sampled_tokens_change_nothing(monkeypatch):
+    models = make_models(0.5)
+    ids = torch.randint(V, (8, 3), generator=torch.Generator().manual_seed(0))
+    first = torch.tensor([True, False, False, True]).repeat_interleave(2)
+    batch = make_rollouts(models[0], ids, first)
+    settings = settings_of(group_size=2, beta=0.1)
+    whole = gradient(models, batch, settings)
+    monkeypatch.setattr(GPT, "rows_at_a_time", lambda self: 3)
+    found = gradient(models, batch, settings)
+    torch.testing.assert_close(found[0], whole[0], rtol=1e-4, atol=1e-6)
+    assert found[1] == pytest.approx(whole[1], rel=1e-4)
+
+
+def test_pieces_of_the_vocabulary_change_nothing(monkeypatch):
     """Loss and gradient, for any number of positions at a time and any micro-batch."""
     models = make_models(0.5)
     ids = torch.randint(V, (7, 3), generator=torch.Generator().manual_seed(0))
-    settings, pieces = settings_of(credit="exact", **options), Mock(side_effect=checkpoint)
+    settings, pieces = settings_of(credit="exact"), Mock(side_effect=checkpoint)
     monkeypatch.setattr(update_module, "checkpoint", pieces)
 
     first = torch.tensor([True, False, False, True, False, True, True])
@@ -330,7 +349,7 @@ def test_rollouts_are_completions_or_rows_of_the_corpus_each_after_a_prompt_of_i
     assert step_figures(batch, scores, {}, settings) == {}
 
 
-@pytest.mark.parametrize("more", [{}, {"prefixes": "natural", "kl": "forward"}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"prefixes": "natural"}], ids=str)
 def test_the_exact_gradient_nears_the_mixture(good, monkeypatch, more):
     """From one completion a prompt; there is no advantage, and no clip, to record.
 
