@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from common.device import select_device
-from common.files import lock_output, write_json
+from common.files import write_json
 from common.log import counted, print0
 from common.process import UserError, require, run_main, warn
 from common.settings import parse_settings
@@ -90,8 +90,6 @@ def main() -> None:
     results = {}
     for path in dict.fromkeys([first, *settings.checkpoints]):
         model = load_model(path, settings, corpus, device)
-        if settings.output_path is not None:
-            lock_output(settings.output_path)  # not earlier: a bad checkpoint leaves nothing behind
         if settings.baseline is not None:
             context = context or model.config.block_size
             crop_context(model, context, path, settings.baseline)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from common.device import autocast, random_stream, select_device
-from common.files import atomic_folder, atomic_path, hash_bytes, lock_output
+from common.files import atomic_folder, atomic_path, hash_bytes
 from common.log import counted, format_size, print0, progress
 from common.process import Finished, require, run_main
 from common.settings import differing_settings, parse_settings
@@ -240,7 +240,6 @@ def main() -> None:
     # Each dataset has unfinished work of its own, so settings may change in between.
     digits = hash_bytes(json.dumps(identity).encode())[:12]
     partial = output.with_name(f"{output.name}.partial-{digits}")
-    lock_output(output, is_folder=True)
     if is_complete(output, identity, config.overwrite):
         raise Finished(f"{config.output_dir} already holds exactly this dataset: nothing to do")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import reward_dataset_loader as loader
 from common.device import autocast, random_stream, seed_step, select_device
-from common.files import hash_bytes, hash_file, lock_output
+from common.files import hash_bytes, hash_file
 from common.log import RunLog, counted, format_size, print0
 from common.process import Finished, UserError, run_main, warn
 from common.settings import changeable, differing_settings, parse_settings
@@ -234,8 +234,7 @@ def make_model(settings: RewardModelSettings, natural: GPT, generator: GPT) -> R
 
 
 def check_output(output: Path, settings: RewardModelSettings, lineage: Mapping[str, str]) -> None:
-    """Lock the output. Raise Finished if it exists, UserError if it belongs to a different run."""
-    lock_output(output)
+    """Raise Finished if it exists, UserError if it belongs to a different run."""
     if settings.overwrite or not output.exists():
         return
     earlier = checkpoint.load_checkpoint(output)

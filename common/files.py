@@ -2,8 +2,7 @@
 
     python -c "from common.files import hash_file; print(hash_file('README.md'))"
 
-A file is written to a partial file next to it, flushed to the disk, and renamed. One process at a
-time writes an output.
+A file is written to a partial file next to it, flushed to the disk, and renamed.
 """
 
 import codecs
@@ -140,15 +139,9 @@ def load_state(path: str | Path, way_out: str = "use another file") -> dict[str,
     return contents
 
 
-def lock_output(path: str | Path, is_folder: bool = False) -> None:
-    """Lock an output, a file or a folder, until main() ends.
-
-    Raise UserError if another process holds the lock, or if something of another kind has the name.
-    """
-    path = Path(path).absolute()
-    is_of_kind = path.is_dir() if is_folder else path.is_file()
-    kind = "folder" if is_folder else "file"
-    require(is_of_kind or not path.exists(), f"{path} is not a {kind}: choose another output")
+def lock_output(path: Path) -> None:
+    """Lock the output of a run until main() ends; raise UserError if another process holds it."""
+    path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
     try:

@@ -9,16 +9,17 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from common.files import reading, write_text
-from common.process import UserError, is_main_rank, require
+from common.process import UserError, first_line, is_main_rank, require
 
 T = TypeVar("T")
+Send = Callable[[Mapping[str, Any]], None]
 # Metrics printed to the console, in this order. Records contain all metrics.
 SHOWN = (
     "train_loss",
@@ -121,7 +122,12 @@ class RunLog:
     A new run starts an empty file (`kept=-1`). A resumed run keeps the records up to step `kept`.
     """
 
-    def __init__(self, path: str | Path, kept: int = -1, tracker: "Tracker | None" = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        kept: int = -1,
+        tracker: Send | None = None,
+    ) -> None:
         self.path = Path(path)
         self.tracker = tracker
         self.start = time.monotonic()
@@ -145,7 +151,7 @@ class RunLog:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         if self.tracker is not None:
-            self.tracker.log(record)
+            self.tracker(record)
         if not quiet:
             print0(step_line(record))
 
@@ -166,36 +172,35 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-class Tracker:
-    """Sends records to Weights & Biases, to trackio, which has the same interface, or to
-    TensorBoard.
+def start_tracker(settings: Mapping[str, Any], output: Path) -> Send:
+    """Return a function that sends the numbers of a record to Weights & Biases or TensorBoard.
 
-    TensorBoard drops what an earlier run wrote after step `kept`.
+    output: the file that a run makes; TensorBoard's folder is next to it.
     """
+    name = settings["tracker"]
+    try:
+        if name == "wandb":
+            run = importlib.import_module("wandb").init(
+                project=settings.get("wandb_project", "crossover"),
+                name=settings.get("wandb_run_name", output.stem),
+                config=dict(settings),
+            )
+        else:
+            tensorboard = importlib.import_module("torch.utils.tensorboard")
+            run = tensorboard.SummaryWriter(str(output.with_suffix(".tensorboard")))
+    except Exception as error:  # not installed, not logged in, no network
+        raise UserError(f"ERROR: --tracker {name}: {first_line(error)}") from None
 
-    def __init__(
-        self, name: str, project: str, run: str, settings: dict[str, Any], folder: Path, kept: int
-    ) -> None:
-        self.is_tensorboard = name == "tensorboard"
-        try:
-            if self.is_tensorboard:
-                tensorboard = importlib.import_module("torch.utils.tensorboard")
-                self.run = tensorboard.SummaryWriter(str(folder), purge_step=kept + 1)
-            else:
-                tracker = importlib.import_module(name)
-                self.run = tracker.init(project=project, name=run, config=settings)
-        except Exception as error:  # the user is not logged in, or there is no network
-            raise UserError(f"ERROR: --tracker {name}: {error}") from None
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Send the numbers of a record."""
+    def send(record: Mapping[str, Any]) -> None:
         numbers = {}
-        for name, value in record.items():
-            if isinstance(value, (int, float)) and name != "step":
-                numbers[name] = value
-        if not self.is_tensorboard:
-            self.run.log(numbers, step=record["step"])
+        for key, value in record.items():
+            if isinstance(value, (int, float)) and key != "step":
+                numbers[key] = value
+        if name == "wandb":
+            run.log(numbers, step=record["step"])
             return
-        for name, value in numbers.items():
-            self.run.add_scalar(name, value, record["step"])
-        self.run.flush()
+        for key, value in numbers.items():
+            run.add_scalar(key, value, record["step"])
+        run.flush()
+
+    return send

@@ -16,7 +16,6 @@ import argparse
 import ast
 import contextlib
 import difflib
-import importlib.util
 import io
 import itertools
 import json
@@ -63,14 +62,6 @@ class Errors:
         self.messages.append(error)
         if suggestion and suggestion not in self.suggestions:
             self.suggestions.append(suggestion)
-
-    def check_tracker(self, name: str) -> None:
-        """Check that a tracker's package is installed."""
-        self.check(
-            name == "none" or importlib.util.find_spec(name) is not None,
-            f"tracker={name} needs a package that is not installed: pip install {name}, "
-            "or use --tracker none (in train.py also --wandb_log False)",
-        )
 
     def raise_if_any(self) -> None:
         """Raise one UserError that lists all errors, in the form of the reward-data documents.

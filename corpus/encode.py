@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from common.files import atomic_path, lock_output, write_json
+from common.files import atomic_path, write_json
 from common.log import progress
 from common.process import require
 from common.settings import Errors, Settings, parse_settings, setting
@@ -242,7 +242,6 @@ def prepare_texts(
     num_characters = sum(size for _, size in segments)
     print(f"length of dataset in characters: {num_characters:,}")
     print(f"vocab size: {tokenizer.vocab_size:,}")
-    lock_output(folder / "train.bin")
     names = ["train", "val", *(name for name, _ in segments)]
     counts = {name: 0 for name in names if name}
     files: dict[str, BinaryIO] = {}

@@ -67,8 +67,8 @@ class GRPOSettings(Settings):
     """stop when the mean P(natural) over a tenth of max_steps (at most 10 steps) reaches this"""
     eval_interval: int = setting(10, minimum=1)
     """steps between evaluations of natural loss, fresh completions, their variety and copies"""
-    tracker: Literal["none", "wandb", "tensorboard", "trackio"] = setting("none", changeable=True)
-    """also send the records to Weights & Biases, TensorBoard or trackio (needs its package)"""
+    tracker: Literal["none", "wandb", "tensorboard"] = setting("none", changeable=True)
+    """also send the records to Weights & Biases or TensorBoard (pip install it first)"""
     device: str = setting("auto", changeable=True)
     """auto, cpu, cuda, cuda:N or mps; bfloat16 on CUDA, else float32"""
     seed: int = setting(42, minimum=0)
@@ -98,7 +98,7 @@ class GRPOSettings(Settings):
         return ignored
 
     def check_settings(self, errors: Errors) -> None:
-        """Note options that do not go together, and a tracker that is not installed."""
+        """Note options that do not go together."""
         for name, reason in self.ignored_options().items():
             value = getattr(self, name)
             default = getattr(GRPOSettings, name)
@@ -123,7 +123,6 @@ class GRPOSettings(Settings):
             f"output_path={self.output_path}: the name of a model must end in .pt",
             "Choose another name",
         )
-        errors.check_tracker(self.tracker)
 
     def check_functions(self, errors: Errors) -> None:
         """Note reward functions whose records would share a name, and weights that do not fit."""

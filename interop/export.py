@@ -6,7 +6,7 @@ python -m interop.export --checkpoint_path logs/model_checkpoint.pt --output_dir
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.files import atomic_folder, lock_output, write_text
+from common.files import atomic_folder, write_text
 from common.log import print0
 from common.process import UserError, run_main
 from common.settings import Settings, parse_settings, setting
@@ -32,7 +32,6 @@ def main() -> None:
     transformers = load_transformers()
     path = str(settings.checkpoint_path)
     output_dir = Path(settings.output_dir).resolve()
-    lock_output(output_dir, is_folder=True)
     if output_dir.exists():
         raise UserError(
             f"ERROR: output_dir={output_dir} already exists: remove it, or choose another"

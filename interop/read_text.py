@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.files import lock_output
 from common.log import print0
 from common.process import UserError, first_line, require, run_main, warn
 from common.settings import Errors, Settings, parse_settings
@@ -69,8 +68,6 @@ def main() -> None:
     reward = CrossoverReward(settings.natural_model, generator, tokenizer=tokenizer)
     page = open_page(path, len(ids), settings.output_path)
     fitted = settings.reward_path
-    if fitted is not None:
-        lock_output(fitted)
     if fitted is not None and Path(fitted).is_file():
         reward.load(fitted)
         print0(f"Loaded {fitted}")

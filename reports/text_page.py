@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.files import lock_output, write_text
+from common.files import write_text
 from common.log import print0
 from common.process import require
 from reward.reading import read_crossover, text_evidence
@@ -34,7 +34,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def open_page(text_path: str, num_tokens: int, output_path: str | None) -> Path:
-    """Lock and return the path of a text's page; None: the text's name with .html, here.
+    """Return the path of a text's page; None: the text's name with .html, here.
 
     Raise UserError if the text is too short, or if the path has something other than such a page.
     """
@@ -43,7 +43,6 @@ def open_page(text_path: str, num_tokens: int, output_path: str | None) -> Path:
     path = Path(output_path or f"{Path(text_path).stem}.html")
     is_html = path.suffix == ".html"
     require(is_html, f"output_path={path}: the name of a text's page must end in .html")
-    lock_output(path)
     if path.exists():
         is_page = PAGE_MARK in path.read_bytes()[:1000] and not path.samefile(text_path)
         way_out = "choose another --output_path, or remove the file"

@@ -10,8 +10,7 @@ import zipfile
 
 import pytest
 import torch
-from filelock import FileLock
-from helpers import refuse_in_one_line, start
+from helpers import start
 
 from common import files
 from common.process import UserError, run_main
@@ -124,22 +123,11 @@ def test_a_damaged_state_is_one_line(tmp_path):
     assert "x.pt is damaged (a list, not a dict): " in refused(path, path.read_bytes())
 
 
-def test_an_output_of_another_kind_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    for path in (tmp_path, "/dev/null"):
-        with pytest.raises(UserError, match="is not a file"):
-            files.lock_output(path)
-    with pytest.raises(UserError, match="is not a folder"):
-        files.lock_output(tmp_path / "file", is_folder=True)
-    with pytest.raises(OSError):
-        files.lock_output(tmp_path / "file" / "x.pt")
-
-
 def test_one_process_writes_an_output(tmp_path, capsys):
     path = tmp_path / "model.pt"
     lines = [
-        "import sys; from common.files import lock_output; from common.process import run_main",
-        f"def main(): lock_output({str(path)!r}); print('locked', flush=True); sys.stdin.read()",
+        "import sys; from common.files import *; from common.process import run_main",
+        f"def main(): lock_output(Path({str(path)!r})); print('locked', flush=True); sys.stdin.read()",
         "run_main(main)",
     ]
     other = start("-c", "\n".join(lines), stdin=-1)
@@ -149,20 +137,6 @@ def test_one_process_writes_an_output(tmp_path, capsys):
     assert "is being written by another process" in capsys.readouterr().err
     other.communicate("")
     run_main(lambda: files.lock_output(path))
-
-
-def test_every_script_locks_its_output(tmp_path, corpus, generator, monkeypatch):
-    monkeypatch.setattr("interop.export.load_transformers", lambda: None)
-    path = tmp_path / "output"
-    commands = {
-        "evaluate": {"checkpoints": [generator], "dataset": corpus, "output_path": path},
-        "interop.export": {"checkpoint_path": generator, "output_dir": path},
-    }
-    with FileLock(tmp_path / ".output.lock"):
-        for script, options in commands.items():
-            line = refuse_in_one_line(script, **options)
-            assert "output is being written by another process" in line, script
-    assert not path.exists()
 
 
 def test_names_of_a_hub(tmp_path, monkeypatch):

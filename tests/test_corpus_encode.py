@@ -124,7 +124,7 @@ def test_what_an_earlier_corpus_left_is_removed(tmp_path, novel, bpe):
     for name in ("meta.pkl", "tokenizer.json", "test.bin"):
         (folder / name).write_text("of an earlier corpus")
     prepare_texts([novel], folder, bpe, split_segments([novel]))
-    assert {path.name for path in folder.iterdir()} == {"train.bin", "val.bin", ".train.bin.lock"}
+    assert {path.name for path in folder.iterdir()} == {"train.bin", "val.bin"}
     assert "".join(tokens_of(folder, "train", "val")) == TEXT
 
 

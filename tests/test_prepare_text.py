@@ -29,7 +29,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def files_of(name: str) -> dict[str, Any]:
-    """The files of a corpus without locks; a meta.pkl's contents."""
+    """The files of a corpus; a meta.pkl's contents."""
     files = {path.name: path.read_bytes() for path in Path("data", name).glob("*.bin")}
     meta = Path("data", name, "meta.pkl")
     if meta.exists():

@@ -35,6 +35,7 @@ class RunSettings(Settings):
     device: str = setting("cpu", changeable=True)
     max_steps: int = setting(6, changeable=True)
     init_from: str = "scratch"
+    tracker: str = "none"
 
 
 class Counts:

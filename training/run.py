@@ -15,7 +15,7 @@ from typing import Any
 
 from common.distributed import ONE_RANK, Ranks
 from common.files import load_state, lock_output, reading, save_state
-from common.log import RunLog, Tracker, print0, progress
+from common.log import RunLog, print0, progress, start_tracker
 from common.process import Finished, UserError, flag_signals, require
 from common.settings import Settings, changeable, differing_settings
 
@@ -191,12 +191,8 @@ class Run:
             self.state_path.unlink(missing_ok=True)
         settings = asdict(self.settings)
         tracker = None
-        tracker_name = settings.get("tracker", "none")
-        if tracker_name != "none" and self.ranks.rank == 0:
-            name = settings.get("wandb_run_name", self.output.stem)
-            project = settings.get("wandb_project", "crossover")
-            folder = self.output.with_suffix(".tensorboard")
-            tracker = Tracker(tracker_name, project, name, settings, folder, last_kept)
+        if settings["tracker"] != "none" and self.ranks.rank == 0:
+            tracker = start_tracker(settings, self.output)
         return RunLog(self.log_path, last_kept, tracker)
 
     def save(self, step: int, finished: bool = False) -> None:

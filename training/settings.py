@@ -41,8 +41,8 @@ class TrainSettings(Settings):
     """steps between evaluations"""
     eval_only: bool = setting(False, changeable=True)
     """evaluate the checkpoint in out_dir, or of init_from, on the validation split, and exit"""
-    tracker: Literal["none", "wandb", "tensorboard", "trackio"] = setting("none", changeable=True)
-    """also send the records to Weights & Biases, TensorBoard or trackio (needs its package)"""
+    tracker: Literal["none", "wandb", "tensorboard"] = setting("none", changeable=True)
+    """also send the records to Weights & Biases or TensorBoard (pip install it first)"""
     wandb_log: bool = setting(False, changeable=True)
     """nanoGPT's name for --tracker wandb"""
     wandb_project: str = setting("crossover", changeable=True)
@@ -119,7 +119,7 @@ class TrainSettings(Settings):
         return None if self.init_from in ("scratch", "resume") else self.init_from
 
     def check_settings(self, errors: Errors) -> None:
-        """Check starts, names, shapes and schedules, and that the tracker is installed."""
+        """Check starts, names, shapes and schedules."""
         start = self.start_path
         errors.check(
             start is None or Path(start).exists() or is_hub_name(start),
@@ -132,7 +132,6 @@ class TrainSettings(Settings):
             f"checkpoint_name={name}: must be a plain name that ends in .pt",
             "Change --out_dir",
         )
-        errors.check_tracker(self.tracker)
         of_cosine = self.min_lr is not None or self.lr_decay_iters is not None or not self.decay_lr
         errors.check(
             self.lr_schedule == "cosine" or not of_cosine,
