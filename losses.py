@@ -35,6 +35,11 @@ def token_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
     return (chosen.float() - log_sum).masked_fill(log_sum == math.inf, math.nan)
 
 
+def scatter_to_mask(values: Tensor, mask: Tensor) -> Tensor:
+    """Return (R, T) with values (m,) at the m places where mask (R, T) bool is set, else 0."""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
 def language_model_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Return the mean cross-entropy in nats over all targets of batches, or infinity without any.
 

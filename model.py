@@ -133,7 +133,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor | None, context: Context) -> Tensor:
         """Return the output (B, T, C) of attention for hidden states (B, T, C)."""
-        qkv = context.to_rows(self.c_attn(x))  # (B, T, 3 C)
+        qkv = self.c_attn(x)  # (B, T, 3 C)
         B, T = qkv.shape[:2]
         C = x.size(-1)
         qkv = qkv.view(B, T, 3, self.n_head, C // self.n_head)
@@ -144,7 +144,7 @@ class CausalSelfAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         y = context.attend(self.layer, queries, keys, qkv[2], dropout)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)
-        return self.resid_dropout(self.c_proj(context.from_rows(y)))
+        return self.resid_dropout(self.c_proj(y))
 
 
 class MLP(nn.Module):
@@ -281,7 +281,7 @@ class GPT(nn.Module):
         """Return the hidden states (B, T, C) of token ids (B, T) after the last normalisation.
 
         `context` says what the tokens attend to: by default, to the tokens before them in their
-        row. With SharedPrompts, pass its `ids` (n,) and get (n, C).
+        row.
         num_blocks: return the states after this many blocks instead, which are not normalised
         unless it is all of them.
         """

@@ -120,7 +120,7 @@ def main() -> None:
         # model. Each reward function returns (R,) or (R, N - 1). credit=exact also needs the
         # head's hidden states before each token, (M, C) for the M tokens in the mask.
         keep_hidden = settings.credit == "exact"
-        scores = scorer(rollouts.ids, rollouts.mask, rollouts.group_size, keep_hidden)
+        scores = scorer(rollouts.ids, rollouts.mask, keep_hidden)
 
         # Advantages: first the rewards, (R, N - 1) of tokens or (R,) of rows. A likelihood head
         # rewards a token with log(m / pi_ref) - log(pi_old / pi_ref) = log(m / pi_old), and a row

@@ -64,14 +64,13 @@ def complete(
         uniforms = uniforms.reshape(-1, length)[order].to(ids.device)
         model_log_probs = torch.zeros(ids.shape, device=ids.device)
         cache = cache or KVCache(model, rows, length)
-        cache.begin(rows)  # frees earlier prefixes
         if prefixes[-1] > 1:
             # Each block's prefix is computed once, and at full length, because the rounding of
             # attention depends on the length.
             shared = KVCache(model, prompts, length - 1)
             shared.at(0, length - 1, prompts)
             model(natural[:, :-1], kv_cache=shared)
-            cache.begin(rows, shared, order // group)
+            cache.copy_prefixes(shared, order // group)
         for position in range(prefixes[0], length):
             active = bisect_right(prefixes, position)  # rows with K <= position
             cache.at(position - 1, 1, active)

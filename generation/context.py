@@ -1,4 +1,4 @@
-"""Attention contexts: full sequences here, a KV cache and shared prompts in files next to this one.
+"""Attention contexts: full sequences here, a KV cache in the file next to this one.
 
     python -c "import torch; from generation.context import Context; print(Context(torch.ones(1,
     4)).length)"
@@ -29,14 +29,6 @@ class Context:
         self.length = ids.size(1)
         self.token_positions = torch.arange(self.length, device=ids.device)
         self.row_positions = slice(self.length)
-
-    def to_rows(self, tokens: Tensor) -> Tensor:
-        """Arrange per-token values as rows: (B, T, C) as they are."""
-        return tokens
-
-    def from_rows(self, rows: Tensor) -> Tensor:
-        """Undo `to_rows`."""
-        return rows
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout: float = 0.0

@@ -96,7 +96,7 @@ class PolicyEvaluation:
         completer.release()
         ids = completions.ids.flatten(0, 1)  # (R, N)
         log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (R, N - 1)
-        scores = self.scorer(ids, mask, EVAL_SAMPLES)
+        scores = self.scorer(ids, mask)
         natural_mask = mask[::EVAL_SAMPLES]  # (P, N - 1)
         rewards = {
             **named_rewards("fresh_", scores),

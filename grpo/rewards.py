@@ -141,7 +141,7 @@ def step_figures(
     figures["objective"] = objective.mean().item()
     spreads["group_std"] = objective
     for name, values in spreads.items():
-        groups = values.view(-1, rollouts.group_size)  # (P, G)
+        groups = values.view(-1, settings.group_size)  # (P, G)
         figures[name] = groups.std(1, correction=0).mean().item()
     # Means over tokens. The mean of -log p over samples of p estimates its entropy.
     kl = kl_estimate(log_probs, scores.reference_log_probs)

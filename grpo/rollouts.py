@@ -18,9 +18,8 @@ from common.device import autocast, random_stream
 from data_loader import check_length, text_rows
 from generation.completions import Completer
 from generation.sampling import Sampling
-from generation.shared_prompts import SharedPrompts, rows_of_whole_groups, scatter_to_mask
 from grpo.settings import GRPOSettings
-from losses import token_log_probs
+from losses import scatter_to_mask, token_log_probs
 from model import GPT
 
 
@@ -75,13 +74,11 @@ class Rollouts:
     ids: Tensor  # (R, N) int64: prompts, followed by completions (or by natural text)
     mask: Tensor  # (R, N - 1) bool: the m tokens that follow a prompt; only these are learned
     old_log_probs: Tensor | None  # (R, N - 1): log pi_old; None if no policy sampled the text
-    group_size: int  # consecutive rows that share a prompt
 
     def micro_batches(self, max_rows: int) -> Iterator[slice]:
-        """Yield slices of about `max_rows` rows that keep groups together where these fit."""
-        size = rows_of_whole_groups(max_rows, self.group_size)
-        for start in range(0, len(self.ids), size):
-            yield slice(start, min(start + size, len(self.ids)))
+        """Yield slices of at most `max_rows` rows."""
+        for start in range(0, len(self.ids), max_rows):
+            yield slice(start, min(start + max_rows, len(self.ids)))
 
     def rows(self, part: slice) -> "Rollouts":
         """Return some of the rows."""
@@ -93,7 +90,6 @@ class Rollouts:
             ids=self.ids[part],
             mask=self.mask[part],
             old_log_probs=old_log_probs,
-            group_size=min(part.stop - part.start, self.group_size),
         )
 
     def tokens(self) -> Tensor:
@@ -102,9 +98,7 @@ class Rollouts:
 
     def hidden_states(self, policy: GPT) -> Tensor:
         """Return the policy's hidden states (m, C) that predict the tokens in the mask."""
-        prompt_lengths = self.ids.size(1) - self.mask.sum(1)  # (R,)
-        context = SharedPrompts(self.ids[:, :-1], prompt_lengths, self.group_size)
-        return context.at(self.mask, policy.trunk(context.ids, context))
+        return policy.trunk(self.ids[:, :-1])[self.mask]
 
     def log_probs(self, policy: GPT) -> Tensor:
         """Return the policy's log-probabilities (R, N - 1) of the tokens in the mask, else 0."""
@@ -136,10 +130,10 @@ def sample(
     mask = written_mask(prompts.prefix_lengths, N).to(device)  # (R, N - 1)
     natural = prompts.natural.to(device)  # (P, N)
     if is_natural:
-        return Rollouts(natural, mask, None, G)
+        return Rollouts(natural, mask, None)
     with autocast(device):
         completions = completer(natural, prompts.prefix_lengths, prompts.uniforms, Sampling())
     completer.release()  # the update needs the memory
     ids = completions.ids.flatten(0, 1)  # (P, G, N) -> (R, N)
     log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (P, G, N) -> (R, N - 1)
-    return Rollouts(ids, mask, log_probs, G)
+    return Rollouts(ids, mask, log_probs)

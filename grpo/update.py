@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from common.device import autocast
-from generation.shared_prompts import scatter_to_mask
 from grpo import policy_loss as formulas
 from grpo.rewards import Advantages, total_advantages
 from grpo.rollouts import Rollouts
 from grpo.settings import GRPOSettings
+from losses import scatter_to_mask
 from model import GPT
 from reward.heads import LikelihoodRewardModel
 from reward.scorer import Scores

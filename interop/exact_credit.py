@@ -17,9 +17,9 @@ from torch.nn.functional import linear
 from trl.kernels import ChunkedLogProbFunction
 
 from common.process import require
-from generation.shared_prompts import scatter_to_mask
 from grpo.policy_loss import divergence
 from interop.crossover_reward import CausalModel
+from losses import scatter_to_mask
 
 PIECE_LOGITS = 2**22  # logits of a piece, 16 MiB in float32; some ten copies exist at a time
 CHUNK_IDS = 2**15  # token ids at a time in TRL's function of sampled tokens

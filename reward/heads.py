@@ -31,8 +31,6 @@ from torch.nn import functional as F
 
 from common.device import full_precision
 from common.process import UserError
-from generation.context import Context
-from generation.shared_prompts import SharedPrompts
 from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig
 from reward.posterior import crossover_loss, natural_probabilities, natural_share
@@ -61,19 +59,16 @@ class TrunkRewardModel(GPT):
         elif self.num_blocks < config.n_layer:
             self.standardize = Standardize(config.n_embd)
 
-    def read(self, x: Tensor, prompts: SharedPrompts | None = None) -> Tensor:
+    def read(self, x: Tensor) -> Tensor:
         """Return the inputs of the head for token ids (B, T); inputs are returned as they are.
 
         A head per token reads hidden states (B, T, C), another the last ones (B, C). With
         reads_previous, the log-probability of each token is the last channel of (B, T, C + 1). It
-        is 0 for the first token. prompts: the ids with the prompts that rows share.
+        is 0 for the first token.
         """
         if x.is_floating_point():
             return x
-        if prompts is None:
-            states = self.trunk(x, None, self.num_blocks)
-        else:
-            states = prompts.to_rows(self.trunk(prompts.ids, prompts, self.num_blocks))
+        states = self.trunk(x, None, self.num_blocks)
         if not self.knows_tokens:
             return states[:, -1]
         if self.config.reads_previous:
@@ -179,9 +174,9 @@ class LikelihoodRewardModel(TokenEvidence):
         """Return how many sequences to score together: see GPT.rows_at_a_time."""
         return self.natural.rows_at_a_time()
 
-    def hidden_states(self, idx: Tensor, context: Context | None = None) -> tuple[Tensor, ...]:
+    def hidden_states(self, idx: Tensor) -> tuple[Tensor, ...]:
         """Return the hidden states of p and of q: see GPT.trunk. Their widths C may differ."""
-        return self.natural.trunk(idx, context), self.generator.trunk(idx, context)
+        return self.natural.trunk(idx), self.generator.trunk(idx)
 
     @torch.no_grad()
     def distributions(self, hidden: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

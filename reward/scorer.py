@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from common.device import autocast
 from common.process import require
-from generation.shared_prompts import SharedPrompts, rows_of_whole_groups, scatter_to_mask
-from losses import token_log_probs
+from losses import scatter_to_mask, token_log_probs
 from model import GPT
 from reward.posterior import natural_probabilities
 from reward.user_function import RewardFunction
@@ -81,16 +80,13 @@ class RewardScorer:
         )
 
     @torch.no_grad()
-    def __call__(
-        self, ids: Tensor, written: Tensor, group_size: int = 1, keep_hidden: bool = False
-    ) -> Scores:
+    def __call__(self, ids: Tensor, written: Tensor, keep_hidden: bool = False) -> Scores:
         """Score sequences (R, N) int64 by the models and by the user's functions.
 
         written: (R, N - 1) bool, the generated tokens: those after the first that follow a prompt.
-        group_size: consecutive sequences that share a prompt, which is read once.
         keep_hidden: keep the hidden states of a likelihood model.
         """
-        scores = self._score_by_models(ids, written, group_size, keep_hidden)
+        scores = self._score_by_models(ids, written, keep_hidden)
         functions = []
         for function in self.functions:
             rewards = function(ids, written)
@@ -98,34 +94,23 @@ class RewardScorer:
             functions.append(FunctionScores(function.short_name, function.weight, rewards, means))
         return replace(scores, functions=tuple(functions))
 
-    def _score_by_models(
-        self, ids: Tensor, written: Tensor, group_size: int, keep_hidden: bool
-    ) -> Scores:
+    def _score_by_models(self, ids: Tensor, written: Tensor, keep_hidden: bool) -> Scores:
         """Score sequences (R, N) by the models only, as many at a time as fit in memory."""
-        size = rows_of_whole_groups(self.reference.rows_at_a_time(), group_size)
-        group_size = min(size, group_size)
+        size = self.reference.rows_at_a_time()
         parts = []
         with autocast(ids.device):
             for rows, mask in zip(ids.split(size), written.split(size), strict=True):
                 if self.is_ratio:
-                    parts.append(self._score_by_ratio(rows, mask, group_size, keep_hidden))
+                    parts.append(self._score_by_ratio(rows, mask, keep_hidden))
                 else:
-                    parts.append(self._score_by_head(rows, mask, group_size))
+                    parts.append(self._score_by_head(rows, mask))
         return concatenated(parts)
 
-    def _score_by_ratio(
-        self, ids: Tensor, written: Tensor, group_size: int, keep_hidden: bool
-    ) -> Scores:
+    def _score_by_ratio(self, ids: Tensor, written: Tensor, keep_hidden: bool) -> Scores:
         """Score by a likelihood model, whose generator is the reference."""
         model = self.reward_model
-        context = SharedPrompts(ids[:, :-1], ids.size(1) - written.sum(1), group_size)
-        hidden = model.hidden_states(context.ids, context)
-        once = context.predicts  # (R, N - 1): prompt tokens once per group
-        states_once = tuple(context.at(once, states) for states in hidden)
-        log_p, log_q = (
-            context.spread(scatter_to_mask(log_probs, once))  # (R, N - 1)
-            for log_probs in model.read_hidden(states_once, ids[:, 1:][once])
-        )
+        hidden = model.hidden_states(ids[:, :-1])  # (R, N - 1, C) each
+        log_p, log_q = model.read_hidden(hidden, ids[:, 1:])  # (R, N - 1) each
         evidence = model.calibrated(log_p - log_q)  # (R, N)
         probabilities = natural_probabilities(evidence)  # (R, N)
         scores = Scores(
@@ -136,23 +121,21 @@ class RewardScorer:
         if self.gives_evidence:
             scores = replace(scores, evidence=evidence[:, 1:])
         if keep_hidden:
-            kept = tuple(context.at(written, states) for states in hidden)
+            kept = tuple(states[written] for states in hidden)
             scores = replace(scores, hidden=kept)
         return scores
 
-    def _score_by_head(self, ids: Tensor, written: Tensor, group_size: int) -> Scores:
+    def _score_by_head(self, ids: Tensor, written: Tensor) -> Scores:
         """Score by another head, or, without a reward model, only by the reference."""
         model = self.reward_model
-        prompt_lengths = ids.size(1) - written.sum(1)
-        context = SharedPrompts(ids[:, :-1], prompt_lengths, group_size)
-        states = self.reference.trunk(context.ids, context)
-        logits = self.reference.logits(context.at(written, states))  # (m, V)
+        states = self.reference.trunk(ids[:, :-1])  # (R, N - 1, C)
+        logits = self.reference.logits(states[written])  # (m, V)
         log_probs = token_log_probs(logits, ids[:, 1:][written])  # (m,)
         scores = Scores(scatter_to_mask(log_probs, written))
         if model is None:
             return scores
         # Heads read the last token, too.
-        output = model.score(model.read(ids, SharedPrompts(ids, prompt_lengths, group_size)))
+        output = model.output(ids)
         scores = replace(scores, natural=model.share(output).float())
         if model.knows_tokens:
             scores = replace(scores, by_token=natural_probabilities(output)[:, 1:])

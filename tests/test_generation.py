@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.device import random_stream
 from common.process import UserError
-from generation import completions, kv_cache
+from generation import completions
 from generation.completions import Completer, Completions, complete, generate
 from generation.kv_cache import KVCache
 from generation.sampling import Sampling, sample_tokens, sampling_distribution
@@ -190,17 +190,12 @@ def test_a_whole_natural_block_stays_as_it_is(length):
     assert (result.model_log_probs == 0).all()
 
 
-@pytest.mark.parametrize("length", [kv_cache.GROWTH, 2 * kv_cache.GROWTH + 6])
-def test_rows_of_a_cache_that_grow_keep_their_prefixes_and_read_nothing_else(length):
-    """Prefixes end before, at and beyond the ends of the room; the memory holds NaN where nothing
-    was written.
-    """
-    model, natural = tiny_model(block_size=length), blocks(3, length)
-    ends = np.arange(0, length, kv_cache.GROWTH)
-    crossovers = np.concatenate([ends + 1, ends + 2, ends + 3, [20, length]])
-    prefixes = torch.from_numpy(crossovers[crossovers <= length]).repeat(3, 1)
-    uniforms = draws(*prefixes.shape, length)
-    cache = KVCache(model, prefixes.numel() + 1, length)
+def test_rows_of_a_cache_keep_their_prefixes_and_read_nothing_else():
+    """The memory holds NaN where nothing was written."""
+    model, natural = tiny_model(), blocks(3)
+    prefixes = torch.tensor([1, 2, N // 2, N - 1, N]).repeat(3, 1)
+    uniforms = draws(*prefixes.shape, N)
+    cache = KVCache(model, prefixes.numel() + 1, N)
     cache.memory.fill_(torch.nan)
     no_prefixes = torch.ones_like(prefixes)
     for kept in (prefixes, prefixes, no_prefixes):  # the second finds what the first has left

@@ -25,7 +25,7 @@ def test_each_part_is_compared_by_itself_and_weighted(credit):
     """credit=auto and exact compare a function's rewards of the kind that it returns."""
     mask = torch.ones(4, 3, dtype=torch.bool)
     one, two, evidence, log_probs = torch.rand(4), *torch.rand(3, 4, 3)
-    batch = Rollouts(torch.zeros(4, 4, dtype=torch.int64), mask, log_probs, 2)
+    batch = Rollouts(torch.zeros(4, 4, dtype=torch.int64), mask, log_probs)
     functions = FunctionScores("one", 0.5, one, one), FunctionScores("two", -3.0, two, two.mean(1))
     natural = None if credit == "auto" else torch.rand(4)
     scores = Scores(torch.rand(4, 3), natural, evidence, functions=functions)

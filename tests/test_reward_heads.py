@@ -164,7 +164,7 @@ def test_a_position_head_reads_a_layer_and_the_token_before(tmp_path, layer):
     torch.testing.assert_close(model.output(ids), expected, rtol=1e-4, atol=1e-4)
 
     written = torch.arange(1, N).expand(6, -1) >= 5
-    by_token = RewardScorer(model, generator)(ids, written, group_size=2).by_token
+    by_token = RewardScorer(model, generator)(ids, written).by_token
     torch.testing.assert_close(by_token, model.token_probabilities(ids)[:, 1:])
     save_checkpoint(tmp_path / "reward.pt", model, None, None, {})
     again = build_reward_model(load_checkpoint(tmp_path / "reward.pt"))

@@ -209,7 +209,7 @@ def test_scores_are_what_the_models_say_of_whole_rows(request, generator, monkey
     torch.testing.assert_close(scorer(ids, everywhere).reference_log_probs, log_probs)
     for most in (64, 7, 2, 1):
         monkeypatch.setattr(GPT, "rows_at_a_time", lambda self, most=most: most)
-        scores = scorer(ids, written, 3, keep_hidden=scorer.is_ratio)
+        scores = scorer(ids, written, keep_hidden=scorer.is_ratio)
         torch.testing.assert_close({each: getattr(scores, each) for each in expected}, expected)
         torch.testing.assert_close(scores.reference_log_probs, log_probs.masked_fill(~written, 0.0))
         if scorer.is_ratio:
@@ -244,7 +244,7 @@ def make_rollouts(policy: GPT, ids: torch.Tensor, first: Any = True) -> Rollouts
         log_probs = token_log_probs(policy.logits(policy.trunk(ids[:, :-1])), ids[:, 1:])
     mask = torch.ones(len(ids), ids.size(1) - 1, dtype=torch.bool)
     mask[:, 0] = first
-    return Rollouts(ids, mask, log_probs, 1)
+    return Rollouts(ids, mask, log_probs)
 
 
 def gradient(
