@@ -128,9 +128,9 @@ def main() -> None:
         # compared with those of its group, the G rows of the same prompt: token t with the group's
         # tokens t. The result is (R, N - 1); if rows were compared, all tokens of a row share their
         # advantage. Each function is compared by itself, and its advantages are multiplied by its
-        # weight: `advantages` maps each part of the reward (the model, each function) to its own.
-        # With credit=exact (what auto chooses with a likelihood head) the model's is None: the
-        # update computes the expectation over all V next tokens instead of comparing sampled ones.
+        # weight; `advantages` is the sum. With credit=exact (what auto chooses with a likelihood
+        # head) it has no part of the model, and is None without functions: the update computes the
+        # expectation over all V next tokens instead of comparing sampled ones.
         advantages = compute_advantages(rollouts, scores, settings)
         figures = step_figures(rollouts, scores, advantages, settings)
         if figures.get("flat_groups") == 1 and not warned_of_flat_groups:
@@ -144,14 +144,13 @@ def main() -> None:
         is_evaluated = is_last or num_steps % settings.eval_interval == 0
 
         # Update: log pi (R, N - 1) of the same tokens, with gradient, gives the ratio to pi_old.
-        # With the sum of all advantages, the ratio gives the loss of each token (R, N - 1), and
-        # the mean () over tokens, then over rows. (With credit=exact the loss of a token is instead
+        # With the advantages, the ratio gives the loss of each token (R, N - 1), and these the mean
+        # () over tokens, then over rows. (With credit=exact the loss of a token is instead
         # KL(pi || m) over the V tokens that could stand in its place; the loss by the advantages of
         # functions is added to it.) Gradients are summed over micro-batches of rows; then AdamW
         # takes a step. This happens at most updates_per_step times: a KL from pi_old above the cap
-        # ends the updates of a step. If the step is evaluated and the reward has several parts, one
-        # more pass for each of them measures its share of the gradient.
-        figures.update(update(rollouts, scores, advantages, schedule.factor(step), is_evaluated))
+        # ends the updates of a step.
+        figures.update(update(rollouts, scores, advantages, schedule.factor(step)))
 
         # Evaluate: the loss on natural text, and fresh completions of the same prompts each time.
         # A policy that exceeds a cap (on its KL, or on that loss) ends the run and is not kept. Of

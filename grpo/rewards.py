@@ -15,9 +15,6 @@ from grpo.rollouts import Rollouts
 from grpo.settings import GRPOSettings
 from reward.scorer import Scores, mean_over_mask
 
-# Of each part of the reward, with its weight: (R, N - 1); None: credit=exact computes this part.
-Advantages = dict[str, Tensor | None]
-
 
 def token_rewards(scores: Scores, log_probs: Tensor) -> Tensor:
     """Return the reward model's rewards (R, N - 1) of tokens.
@@ -63,37 +60,37 @@ def function_rewards(scores: Scores) -> Tensor:
     return total
 
 
-def compute_advantages(rollouts: Rollouts, scores: Scores, settings: GRPOSettings) -> Advantages:
-    """Return the weighted advantages of each part of the reward.
+def compute_advantages(rollouts: Rollouts, scores: Scores, settings: GRPOSettings) -> Tensor | None:
+    """Return the weighted sum (R, N - 1) of the advantages of all parts of the reward.
 
-    The parts are the reward model ('model') and each function, whose advantages are multiplied by
-    its weight. An advantage compares a reward with those of its group by one part only:
+    The parts are the reward model and each function, whose advantages are multiplied by its weight.
+    An advantage compares a reward with those of its group by one part only:
     A_i = (r_i - mean(r)) / std(r). A weight therefore means the same for rewards of any scale.
 
-    credit=token compares tokens, credit=sequence sequences. credit=exact computes the model's part
-    over all tokens of the vocabulary, so that it is None here. With exact, and with auto (only
-    functions), a function's own kind of rewards decides.
+    credit=token compares tokens, credit=sequence sequences. With exact, and with auto (only
+    functions), a function's own kind of rewards decides. credit=exact computes the model's part
+    over all tokens of the vocabulary, not here; return None without another part.
     """
-    advantages: Advantages = {}
+    parts = []
     log_probs = rollouts.old_log_probs
     mask = rollouts.mask
-    if settings.credit == "exact":
-        advantages["model"] = None
-    elif scores.natural is not None:
+    if settings.credit != "exact" and scores.natural is not None:
         assert log_probs is not None  # natural text is for credit=exact only
         if settings.credit == "token":
             rewards = token_rewards(scores, log_probs)  # (R, N - 1)
         else:
             rewards = sequence_rewards(scores, log_probs, mask)  # (R,)
-        advantages["model"] = compare(rewards, rollouts, settings)
+        parts.append(compare(rewards, rollouts, settings))
     for function in scores.functions:
         rewards = function.rewards  # (R,) or (R, N - 1)
         if settings.credit == "sequence":
             rewards = function.means
         elif settings.credit == "token":
             rewards = rewards.view(len(mask), -1).expand_as(mask)
-        advantages[function.name] = function.weight * compare(rewards, rollouts, settings)
-    return advantages
+        parts.append(function.weight * compare(rewards, rollouts, settings))
+    if not parts:
+        return None
+    return torch.stack(parts).sum(0)
 
 
 def compare(rewards: Tensor, rollouts: Rollouts, settings: GRPOSettings) -> Tensor:
@@ -103,18 +100,10 @@ def compare(rewards: Tensor, rollouts: Rollouts, settings: GRPOSettings) -> Tens
     return token_advantages(rewards, rollouts.mask, settings.group_size)
 
 
-def total_advantages(advantages: Advantages) -> Tensor | None:
-    """Return the sum (R, N - 1) of all parts that have advantages; None if there are none."""
-    sampled = [values for values in advantages.values() if values is not None]
-    if not sampled:
-        return None
-    return torch.stack(sampled).sum(0)
-
-
 def step_figures(
     rollouts: Rollouts,
     scores: Scores,
-    advantages: Advantages,
+    advantages: Tensor | None,
     settings: GRPOSettings,
 ) -> dict[str, Any]:
     """Return mean rewards, their spread, and the KL to the start, of a step's completions.
@@ -129,15 +118,10 @@ def step_figures(
     mask = rollouts.mask
     for name, values in named_rewards("", scores).items():  # (R,)
         figures[name] = values.mean().item()
-        if len(values) > 1:
-            figures[f"{name}_std"] = values.std().item()
     objective = function_rewards(scores)
     spreads = {f"group_std_{function.name}": function.means for function in scores.functions}
     if scores.natural is not None:
-        model_rewards = sequence_rewards(scores, log_probs, mask)
-        objective = model_rewards + objective
-        if scores.functions:
-            spreads["group_std_model"] = model_rewards
+        objective = sequence_rewards(scores, log_probs, mask) + objective
     figures["objective"] = objective.mean().item()
     spreads["group_std"] = objective
     for name, values in spreads.items():
@@ -150,8 +134,7 @@ def step_figures(
         by_token["evidence"] = scores.evidence
     for name, values in by_token.items():
         figures[name] = values[mask].mean().item()
-    total = total_advantages(advantages)
-    if total is not None:
-        groups = total.unflatten(0, (-1, settings.group_size))  # (P, G, N - 1)
+    if advantages is not None:
+        groups = advantages.unflatten(0, (-1, settings.group_size))  # (P, G, N - 1)
         figures["flat_groups"] = (groups == 0).all((1, 2)).float().mean().item()
     return figures

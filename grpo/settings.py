@@ -12,8 +12,7 @@ from common.process import require
 from common.settings import Errors, Settings, setting
 
 DEFAULT_BETA = 0.04  # weight of the KL penalty if the reward contains no KL
-# Other figures than those of a function may have such names: reward_std, reward_NAME_low, ...
-RESERVED_ENDINGS = ("_model", "_std", "_low", "_high")
+RESERVED_ENDINGS = ("_low", "_high")  # of the ends of intervals: fresh_reward_NAME_low
 
 
 @dataclass
@@ -131,7 +130,7 @@ class GRPOSettings(Settings):
         errors.check(
             len(free) == len(names),
             f"reward_function: {' '.join(names)}: names must differ, because figures are named "
-            "after them, and must not end in _model, _std, _low or _high",
+            "after them, and must not end in _low or _high",
             "Give the function another name, as in short = score",
         )
         errors.check(

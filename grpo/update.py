@@ -6,7 +6,7 @@ Shapes: P prompts, G completions of each, R = P * G rows (a micro-batch has some
 N tokens in a row, V token ids, C channels; m tokens that the policy generated.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from common.device import autocast
 from grpo import policy_loss as formulas
-from grpo.rewards import Advantages, total_advantages
 from grpo.rollouts import Rollouts
 from grpo.settings import GRPOSettings
 from losses import scatter_to_mask
@@ -50,23 +49,19 @@ class Updater:
         self,
         rollouts: Rollouts,
         scores: Scores,
-        advantages: Advantages,
+        advantages: Tensor | None,
         rate_factor: float,
-        with_shares: bool = False,
     ) -> dict[str, float]:
         """Take updates_per_step optimizer steps; return figures of the last one.
 
-        advantages: of each part of the reward; the update uses their sum. rate_factor: learning
-        rate as a share of its peak. with_shares: also measure `gradient_shares` before the first
-        update. Later updates end early if the policy has moved too far from pi_old.
+        advantages: (R, N - 1); None: the whole loss is that of credit=exact. rate_factor: learning
+        rate as a share of its peak. Later updates end early if the policy has moved too far from
+        pi_old.
         """
-        total = total_advantages(advantages)
         self.optimizers.set_learning_rate_factor(rate_factor)
         figures: dict[str, float] = {"learning_rate": self.optimizers.learning_rate}
-        if with_shares:
-            figures.update(self.gradient_shares(rollouts, scores, advantages))
         for number in range(self.settings.updates_per_step):
-            figures.update(self.accumulate_gradients(rollouts, scores, total, self.settings))
+            figures.update(self.accumulate_gradients(rollouts, scores, advantages))
             if number > 0 and figures.get("kl_update", 0.0) > self.max_kl_update:
                 self.optimizers.zero_grad()
                 break
@@ -76,38 +71,11 @@ class Updater:
             figures["updates"] = number + 1
         return figures
 
-    def gradient_shares(
-        self, rollouts: Rollouts, scores: Scores, advantages: Advantages
-    ) -> dict[str, float]:
-        """Return the gradient norm of each part of the reward, as a share of the sum of the norms.
-
-        The policy does not change. Return nothing for a single part. The KL to the start (beta) is
-        not a part.
-        """
-        if len(advantages) == 1:
-            return {}
-        norms = {}
-        for name, values in advantages.items():
-            settings = self.settings
-            if values is not None:
-                settings = replace(settings, credit="token", beta=0.0)  # without the other losses
-            self.accumulate_gradients(rollouts, scores, values, settings)
-            gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
-            norms[name] = float(torch.nn.utils.get_total_norm(gradients))
-            self.optimizers.zero_grad()
-        total = sum(norms.values()) or 1.0  # 0 if all groups are flat
-        return {f"gradient_share_{name}": norm / total for name, norm in norms.items()}
-
     def accumulate_gradients(
-        self,
-        rollouts: Rollouts,
-        scores: Scores,
-        advantages: Tensor | None,
-        settings: GRPOSettings,
+        self, rollouts: Rollouts, scores: Scores, advantages: Tensor | None
     ) -> dict[str, float]:
         """Accumulate the gradients of all micro-batches.
 
-        advantages: (R, N - 1); None: the whole loss is that of credit=exact.
         Return the loss and the metrics, averaged over tokens.
         """
         figures: dict[str, float] = {}
@@ -125,7 +93,7 @@ class Updater:
                     self.reward_model,
                     scores.reference_log_probs[part],
                     row_advantages,
-                    settings,
+                    self.settings,
                 )
             loss = loss * (len(rows.ids) / len(rollouts.ids))  # of the mean over all rows
             loss.backward()
