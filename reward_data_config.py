@@ -49,7 +49,7 @@ class RewardDataConfig(Settings):
     max_blocks: int | None = setting(None, minimum=1)
     """at most this many blocks of each split, evenly spaced; None: all"""
     overwrite: bool = False
-    """replace another dataset in output_dir"""
+    """replace the dataset in output_dir"""
     allow_split_mismatch: bool = False
     """accept a train/validation split other than the generator's (contamination)"""
 

@@ -1,9 +1,8 @@
-"""prepare_reward_data.py: the contents of a dataset, which interruptions do not change.
+"""prepare_reward_data.py: the contents of a dataset.
 
 pytest tests/test_reward_data_prep.py
 """
 
-import math
 import os
 import re
 import shutil
@@ -35,7 +34,6 @@ from generation import completions
 from generation.completions import complete
 from generation.kv_cache import cache_dtype
 from model import GPT, GPTConfig
-from reward_data_config import RewardDataConfig
 from reward_dataset_loader import RewardDataset
 from tokenization_manager import TokenizationInfo, TokenizationManager, save_meta
 
@@ -126,8 +124,7 @@ def test_the_synthetic_part_is_the_models_own(tmp_path, generator, options):
 
 def test_crossovers_are_uniform():
     """Chi-square over every K in [1, N - 1]: with 14 degrees of freedom 99.9% lie below 36.1."""
-    sample = RewardDataConfig(samples_per_chunk=50, seed=3)
-    draws = [prep.crossovers_and_uniforms(sample, "train", block, N)[0] for block in range(600)]
+    draws = [prep.crossovers_and_uniforms(3, "train", block, 50, N)[0] for block in range(600)]
     counts = np.bincount(np.concatenate(draws), minlength=N + 1)
     assert counts[0] == counts[N] == 0
     observed, expected = counts[1:N], 50 * 600 / (N - 1)
@@ -138,8 +135,7 @@ def test_crossovers_are_uniform():
 @settings(max_examples=50)
 def test_a_samples_randomness_depends_on_its_place_alone(block_size, seed, block):
     def draw(samples, split, number, seed):
-        config = RewardDataConfig(samples_per_chunk=samples, seed=seed)
-        return prep.crossovers_and_uniforms(config, split, number, block_size)
+        return prep.crossovers_and_uniforms(seed, split, number, samples, block_size)
 
     few, many = draw(2, "train", block, seed), draw(4, "train", block, seed)
     assert np.array_equal(few[0], many[0][:2])
@@ -228,29 +224,31 @@ def test_a_corpus_shorter_than_a_block_is_refused(tmp_path, generator):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "number"), [("make_samples", 2), ("make_samples", 20), ("write_metadata", 1)]
-)
-def test_ctrl_c_and_again(monkeypatch, tmp_path, options, reward_data, name, number):
-    """Among the shards of the training split, of the validation split, and when all are made."""
-    monkeypatch.setattr(prep, "SHARD_TOKENS", 64 * N)
+def test_ctrl_c_and_again(monkeypatch, tmp_path, options, reward_data):
+    """Between the two splits of a folder that is being written."""
     with monkeypatch.context() as patch:
-        end_in_call(patch, prep, name, number, press_ctrl_c)
+        end_in_call(patch, prep, "write_metadata", 2, press_ctrl_c)
         assert call("prepare_reward_data", **options).status == 130
     assert not (tmp_path / "out").exists()
-    if name == "write_metadata":  # what a kill at this moment leaves
-        (tmp_path / ".out.partial" / ".train_x.bin.1.partial").write_bytes(b"cut")
-    make, remade = prep.make_samples, []
-    monkeypatch.setattr(
-        prep, "make_samples", lambda *arguments: remade.append(1) or make(*arguments)
-    )
     succeed("prepare_reward_data", **options)
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
-    # nothing else stays
-    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == ["out"]
-    total = sum(math.ceil(len(RewardDataset(reward_data, split)) / 64) for split in SPLITS)
-    expected = 0 if name == "write_metadata" else total - number + 1
-    assert len(remade) == expected, "only what was missing"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing else stays"
+
+
+@pytest.mark.parametrize("samples", [1, 5])
+def test_memory_grows_with_samples_per_chunk(monkeypatch, samples, generator, splits):
+    """A batch has all samples of at most BLOCKS blocks."""
+    batches = []
+
+    def noted(model, natural, prefix_lengths, *arguments):
+        batches.append(prefix_lengths.shape)
+        return complete(model, natural, prefix_lengths, *arguments)
+
+    monkeypatch.setattr(completions, "complete", noted)
+    model, config = prep.load_base_model(str(generator))
+    prep.create_reward_samples(splits.train, model, config, samples_per_chunk=samples)
+    assert max(batches) == (prep.BLOCKS, samples)
+    assert sum(blocks for blocks, _ in batches) == len(splits.train) // N
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
@@ -269,37 +267,18 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     assert peak < 31_000_000
 
 
-def test_unfinished_work_of_other_settings_stays(monkeypatch, tmp_path, options, reward_data):
-    with monkeypatch.context() as patch:
-        end_in_call(patch, prep, "make_samples", 2, press_ctrl_c)
-        assert call("prepare_reward_data", **options, seed=7).status == 130
-    (unfinished,) = tmp_path.glob("out.partial-*")
-    assert (unfinished / "train_000000.npz").is_file()
-    assert "Continuing" not in succeed("prepare_reward_data", **options)
-    assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
-    assert list(tmp_path.glob("out.partial-*")) == [unfinished]
-
-
-def test_finished_data(monkeypatch, tmp_path, options, reward_data):
+def test_an_existing_dataset_is_replaced_only_on_request(tmp_path, options, reward_data):
     shutil.copytree(reward_data, tmp_path / "out")
-    with monkeypatch.context() as patch:
-        patch.setattr(prep, "make_samples", None)  # not to be called
-        assert str(tmp_path / "out") in succeed("prepare_reward_data", **options)
-    line = refuse_in_one_line("prepare_reward_data", **options, seed=1, top_k=5, max_blocks=2)
-    for said in (
-        "seed was 42, now 1;",
-        "max_blocks was None, now 2)",
-        "--overwrite",
-    ):
-        assert said in line
+    line = refuse_in_one_line("prepare_reward_data", **options)
+    assert str(tmp_path / "out") in line and "--overwrite True" in line
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
     succeed("prepare_reward_data", **options, seed=1, max_blocks=2, overwrite=True)
     assert len(RewardDataset(tmp_path / "out")) == 2 * G
-    (tmp_path / "out" / "val_x.bin").unlink()
-    assert "val_x.bin is missing" in refuse_in_one_line("prepare_reward_data", **options)
     (tmp_path / "out" / "notes.txt").write_text("mine")
     assert "notes.txt" in refuse_in_one_line("prepare_reward_data", **options, overwrite=True)
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    options["output_dir"] = tmp_path / "out" / "notes.txt"
+    assert "is not a folder" in refuse_in_one_line("prepare_reward_data", **options)
 
 
 def test_another_split_is_refused_unless_allowed(tmp_path, options):
@@ -370,7 +349,7 @@ def test_create_reward_samples_gives_the_scripts_rows(tmp_path, generator, optio
         assert np.array_equal(np.stack(labels), dataset.y)
 
 
-def test_save_reward_dataset(tmp_path, capsys):
+def test_save_reward_dataset(tmp_path):
     rows = [np.arange(4, dtype=np.uint16) + row for row in range(6)]
     labels = [np.array([0.25, 0.75], dtype=np.float32)] * 6
     info = TokenizationInfo("char", 65, "data/shakespeare_char/meta.pkl")
@@ -381,4 +360,3 @@ def test_save_reward_dataset(tmp_path, capsys):
     assert np.array_equal(dataset.x, np.stack(rows)) and np.array_equal(dataset.y, np.stack(labels))
     assert (dataset.get_tokenization_info(), dataset.samples_per_chunk) == (info, None)
     assert RewardDataset(folder, "val").samples_per_chunk == 3
-    assert f"  X: {folder}/train_x.bin (6, 4)" in capsys.readouterr().out
