@@ -134,8 +134,8 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
     path = str(settings.reward_model_path)
     contents = ckpt.load_checkpoint(path)
     reward_model = build_reward_model(contents, path, device)
-    needed = "use a reward model with --head likelihood or position"
-    require(reward_model.knows_tokens, f"the head of {path} has no output per token: {needed}")
+    needed = "use a reward model with --head likelihood"
+    require(reward_model.is_ratio, f"the head of {path} has no output per token: {needed}")
     record = contents["tokenization"]
     require(record is not None, f"{path} does not record how its text is tokenized")
     tokenizer = TokenizationManager.from_record(record)
@@ -305,7 +305,7 @@ def write_passages(
     passages = []
     for row in prompts.complete(completer, temperature):  # (N,)
         natural: list[float | None] = [None] * len(row)
-        if reward_model is not None and reward_model.knows_tokens:
+        if reward_model is not None and reward_model.is_ratio:
             device = next(reward_model.parameters()).device
             natural = reward_model.token_probabilities(row[None].to(device))[0].tolist()
         texts = pieces(prompts.tokenizer, row.numpy())

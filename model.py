@@ -23,7 +23,7 @@ from generation.context import Context
 from generation.kv_cache import KVCache
 from generation.sampling import Sampling
 
-REWARD_HEADS = ("last", "position", "likelihood")
+REWARD_HEADS = ("last", "likelihood")
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # the argument `approximate` of nn.GELU
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "reward_head_hidden_dim")
 CHOICES = {
@@ -54,13 +54,10 @@ class GPTConfig:
     position: str = "rope"
     # Number of ids that the tokenizer uses; higher ids are padding. None: see num_real_tokens.
     num_tokens: int | None = None
-    reward_head_type: str = "last"  # 'last', 'position' or 'likelihood': see reward/heads.py
+    reward_head_type: str = "last"  # 'last' or 'likelihood': see reward/heads.py
     # The fields below describe pretrained GPT-2 models.
     activation: str = "gelu"  # 'gelu' (exact) or 'gelu_tanh' (GPT-2's approximation)
     tied_embeddings: bool = True  # input and output embeddings share one matrix
-    # The fields below say what a 'last' or 'position' head reads: see reward/heads.py.
-    trunk_layer: int | None = None  # number of blocks before the head, from 1. None: all
-    reads_previous: bool = False  # 'position': read log-probabilities and the token before, too
 
     @property
     def num_real_tokens(self) -> int:
@@ -101,10 +98,6 @@ class GPTConfig:
             return f"dropout={self.dropout}: must be >= 0 and < 1"
         if not 1 <= self.num_real_tokens <= self.vocab_size:
             return f"num_tokens={self.num_tokens}: must be >= 1 and <= vocab_size={self.vocab_size}"
-        if self.trunk_layer is not None and not 1 <= self.trunk_layer <= self.n_layer:
-            return f"trunk_layer={self.trunk_layer}: must be >= 1 and <= n_layer={self.n_layer}"
-        if self.reads_previous and self.reward_head_type != "position":
-            return f"reads_previous=True: needs a position head, not {self.reward_head_type}"
         if self.n_embd % self.n_head != 0:
             return f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
         head_size = self.n_embd // self.n_head
@@ -184,7 +177,6 @@ class GPT(nn.Module):
     Raise UserError if the config is impossible.
     """
 
-    head_type = "last"
     transformer: Any  # nanoGPT's wte, wpe (only with learned positions), drop, h and ln_f
     rotation: Tensor  # (2, T, D), only with rotary positions
 
@@ -193,7 +185,7 @@ class GPT(nn.Module):
         problem = config.problem()
         if problem is not None:
             raise UserError(f"ERROR: {problem}")
-        if config.mode == "reward" and config.reward_head_type != self.head_type:
+        if config.mode == "reward" and config.reward_head_type != "last":
             raise UserError(
                 f"ERROR: reward_head_type={config.reward_head_type!r}: "
                 "use reward.heads.make_reward_model"
@@ -212,20 +204,16 @@ class GPT(nn.Module):
         else:
             angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
             self.register_buffer("rotation", angles, persistent=False)
-        if config.mode == "generator" or config.reads_previous:
+        if config.mode == "generator":
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
             if config.tied_embeddings:
                 self.transformer.wte.weight = self.lm_head.weight
         if config.mode == "reward":
-            self.reward_head = self.make_reward_head()
+            width = config.reward_head_hidden_dim
+            self.reward_head = nn.Sequential(
+                nn.Linear(config.n_embd, width), nn.ReLU(), nn.Linear(width, 2), nn.Softmax(dim=-1)
+            )
         self._init_weights()
-
-    def make_reward_head(self) -> nn.Sequential:
-        """Return new layers that map hidden states (B, C) to [P(natural), P(synthetic)] (B, 2)."""
-        width = self.config.reward_head_hidden_dim
-        return nn.Sequential(
-            nn.Linear(self.config.n_embd, width), nn.ReLU(), nn.Linear(width, 2), nn.Softmax(dim=-1)
-        )
 
     def _init_weights(self) -> None:
         """Initialise as GPT-2: normal 0.02, residual projections scaled down by depth.
@@ -275,15 +263,11 @@ class GPT(nn.Module):
         activation_bytes = 64 * config.n_embd * config.n_layer * config.block_size
         return max(1, min(1024, memory // 8 // (logits_bytes + activation_bytes)))
 
-    def trunk(
-        self, idx: Tensor, context: Context | None = None, num_blocks: int | None = None
-    ) -> Tensor:
+    def trunk(self, idx: Tensor, context: Context | None = None) -> Tensor:
         """Return the hidden states (B, T, C) of token ids (B, T) after the last normalisation.
 
         `context` says what the tokens attend to: by default, to the tokens before them in their
         row.
-        num_blocks: return the states after this many blocks instead, which are not normalised
-        unless it is all of them.
         """
         if context is None:
             context = Context(idx)
@@ -299,10 +283,8 @@ class GPT(nn.Module):
         else:
             rotation = self.rotation[:, context.row_positions]  # (2, T, D)
         x = self.transformer.drop(x)
-        for number, block in enumerate(self.transformer.h, 1):
+        for block in self.transformer.h:
             x = block(x, rotation, context)
-            if number == num_blocks and number < self.config.n_layer:
-                return x
         return self.transformer.ln_f(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -348,17 +330,15 @@ class GPT(nn.Module):
 
     def output(self, idx: Tensor) -> Tensor:
         """Return the reward head's scores (B, 2) of [natural, synthetic] before the softmax."""
-        if self.config.trunk_layer is not None:
-            raise UserError("ERROR: trunk_layer: use reward.heads.make_reward_model")
         return self.score(self.trunk(idx)[:, -1])
 
-    def score(self, inputs: Tensor) -> Tensor:
-        """Return the output (..., 2) or (..., 1) of the reward head's layers before the softmax.
+    def score(self, hidden: Tensor) -> Tensor:
+        """Return the reward head's scores (B, 2) of hidden states (B, C) of last tokens.
 
         The dtype is that of the weights, also under autocast.
         """
-        with full_precision(inputs.device):
-            return self.reward_head[:3](inputs.to(self.transformer.wte.weight.dtype))
+        with full_precision(hidden.device):
+            return self.reward_head[:3](hidden.to(self.transformer.wte.weight.dtype))
 
     def pad_vocabulary(self, vocab_size: int) -> None:
         """Add or remove padding ids so that there are `vocab_size` ids; never remove a token."""

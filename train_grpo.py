@@ -78,7 +78,7 @@ def main() -> None:
     scorer = load_scorer(settings, base, corpus, device)
     policy = build_model(base, base_path, device)
     completer = Completer(policy, policy.config.block_size)
-    settings = resolve(settings, scorer.is_ratio, scorer.knows_tokens)
+    settings = resolve(settings, scorer.is_ratio)
     print_choices(settings, policy, scorer, device)
 
     # Prompts come from the training split. The validation split has a part that selects, and one

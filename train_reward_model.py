@@ -1,14 +1,14 @@
 """Train the reward model: predict K/N, the share of a sequence that is natural text.
 
-    python train_reward_model.py --base_model_path logs/model_checkpoint.pt --head position
+    python train_reward_model.py --base_model_path logs/model_checkpoint.pt --head last
 
 Reads a generator's checkpoint, its reward dataset and, for a likelihood head, a model of natural
 text made by train.py. Writes the reward model, and records (.jsonl) that end with its skill on
 validation blocks that selected nothing.
-Shapes: n sequences of N tokens, B of them in a batch.
+Shapes: n sequences of N tokens, C channels.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,10 @@ from common.process import Finished, UserError, run_main, warn
 from common.settings import changeable, differing_settings, parse_settings
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill, skill_figures
 from model import GPT
-from reward.batches import Split, batch_of, batches_of
-from reward.heads import HeadRewardModel, LikelihoodRewardModel, RewardModel, make_reward_model
+from reward.batches import Split, batches_of, labels_of
+from reward.heads import LastRewardModel, LikelihoodRewardModel, RewardModel
 from reward.mixture import fit_mixture
 from reward.settings import RewardModelSettings
-from reward.states import Standardize
 from tokenization_manager import TokenizationManager
 from training import checkpoint
 from training.lineage import (
@@ -43,9 +42,6 @@ from training.optimizers import Best, EarlyStopping, make_optimizers, take_step
 
 WEIGHT_DECAY = 0.01  # of AdamW, for matrices
 GRAD_CLIP = 1.0  # largest gradient norm
-# A split's hidden states are kept in memory up to this size. A position head reads those of every
-# token: 26 GiB for 17,560 samples of 1,024 tokens and 384 channels.
-MAX_FEATURE_BYTES = 2**30
 
 
 def main() -> None:
@@ -121,66 +117,69 @@ def main() -> None:
     if not better_than_constant(skill["r2_low"]):
         print0(
             "Warning: on this data the reward model is not shown to beat a constant prediction. "
-            "Try --head likelihood, another --trunk_layer, a better natural model, or more data."
+            "Try --head likelihood, a better natural model, or more data."
         )
     print0(f"Saved {output}")
 
 
 def train_head(
-    model: HeadRewardModel,
+    model: LastRewardModel,
     train_split: Split,
     select_split: Split,
     report_split: Split,
     settings: RewardModelSettings,
     log: RunLog,
 ) -> tuple[dict[str, Any], Tensor]:
-    """Train a head, and select the epoch with the lowest loss on `select_split`.
+    """Train the head on a frozen trunk; select the epoch with the lowest loss on `select_split`.
 
     Return the figures of that epoch, and its P(natural) (n,) of `report_split`.
     """
+    states = last_states(model, train_split)
+    labels = labels_of(train_split, model)
+    select_states = last_states(model, select_split)
+    select_labels = labels_of(select_split, model)
+    report_states = last_states(model, report_split)
     N = train_split[0].shape[1]
-    inputs, labels = frozen_features(model, train_split)
-    select_split = frozen_features(model, select_split)
-    report_split = frozen_features(model, report_split)
     num_samples = len(labels)
-    if isinstance(model.standardize, Standardize):
-        read = head_inputs(model, (inputs, labels), "Statistics")
-        model.standardize.set_statistics(x for x, _ in read)
 
+    head = model.reward_head
     optimizers = make_optimizers(
-        model, learning_rate=settings.learning_rate, weight_decay=WEIGHT_DECAY
+        head, learning_rate=settings.learning_rate, weight_decay=WEIGHT_DECAY
     )
-    device = model.transformer.wte.weight.device
     stopping = EarlyStopping(settings.patience, settings.min_delta)
     best = Best()
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-
     for epoch in range(1, settings.max_epochs + 1):
-        model.train()
         order = random_stream(settings.seed, "order", epoch).permutation(num_samples)
         batches = np.split(order, range(settings.batch_size, num_samples, settings.batch_size))
         loss_sum = 0.0
-        for batch in counted(batches, len(batches), f"Epoch {epoch}"):
-            rows = np.sort(batch)
-            x = batch_of(inputs, rows, model)
-            y = batch_of(labels, rows, model)
-            with autocast(device):
-                loss = model.loss(model.output(x), y)
+        for rows in counted(batches, len(batches), f"Epoch {epoch}"):
+            loss = model.loss(model.score(states[rows]), labels[rows])
             loss.backward()
-            take_step(model, optimizers, GRAD_CLIP)
-            loss_sum += loss.item() * len(batch)
-        train_loss = loss_sum / num_samples
-        val_loss, prediction = evaluate(model, select_split)
-        truth = torch.from_numpy(select_split[1][:, 0])
-        skill: dict[str, Any] = skill_figures(prediction, truth, N)
-        log.log(epoch, train_loss=train_loss, val_loss=val_loss, **skill)
+            take_step(head, optimizers, GRAD_CLIP)
+            loss_sum += loss.item() * len(rows)
+        with torch.no_grad():
+            scores = model.score(select_states)
+            val_loss = model.loss(scores, select_labels).item()
+        skill: dict[str, Any] = skill_figures(model.share(scores), select_labels[:, 0], N)
+        log.log(epoch, train_loss=loss_sum / num_samples, val_loss=val_loss, **skill)
         stopping.update(val_loss)
-        best.update(val_loss, epoch, trained.items(), {"epoch": epoch, "val_loss": val_loss})
+        figures = {"epoch": epoch, "val_loss": val_loss}
+        best.update(val_loss, epoch, head.named_parameters(), figures)
         if stopping.reason():
             break
-    best.restore(model)
-    _, prediction = evaluate(model, report_split)
-    return best.figures, prediction
+    best.restore(head)
+    with torch.no_grad():
+        return best.figures, model.share(model.score(report_states)).cpu()
+
+
+@torch.no_grad()
+def last_states(model: LastRewardModel, split: Split) -> Tensor:
+    """Return the hidden states (n, C) float32 of the last tokens of a split's sequences."""
+    states = []
+    with autocast(model.transformer.wte.weight.device):
+        for x in batches_of(split[0], model, "Hidden states"):
+            states.append(model.trunk(x)[:, -1].float())
+    return torch.cat(states)
 
 
 def load_natural_model(path: str, base: Mapping, metadata: Mapping) -> GPT:
@@ -200,36 +199,19 @@ def load_natural_model(path: str, base: Mapping, metadata: Mapping) -> GPT:
 
 
 def make_model(settings: RewardModelSettings, natural: GPT, generator: GPT) -> RewardModel:
-    """Return the reward model before training, with frozen weights where nothing is trained."""
+    """Return the reward model before training; a last head has new weights."""
     if settings.head == "likelihood":
         return LikelihoodRewardModel(natural.requires_grad_(False), generator)
     seed_step(settings.seed, "reward_head")
     config = replace(
         natural.config,
         mode="reward",
-        reward_head_type=settings.head,
+        reward_head_type="last",
         reward_head_hidden_dim=settings.reward_head_hidden_dim,
-        trunk_layer=settings.trunk_layer,
-        reads_previous=settings.reads_previous,
         dropout=0.0,
     )
-    model = make_reward_model(config)
-    assert not model.is_ratio, settings.head
+    model = LastRewardModel(config)
     model.load_state_dict(natural.state_dict(), strict=False)  # all but the head
-    num_trained = settings.unfreeze_layers
-    if num_trained > model.num_blocks:
-        raise UserError(
-            f"ERROR: unfreeze_layers={num_trained}, but the head reads {model.num_blocks} blocks; "
-            "-1 means all"
-        )
-    model.requires_grad_(num_trained == -1)
-    model.reward_head.requires_grad_(True)
-    if num_trained > 0:
-        model.transformer.h[: model.num_blocks][-num_trained:].requires_grad_(True)
-    # Blocks that the head does not read are not trained.
-    model.transformer.h[model.num_blocks :].requires_grad_(False)
-    is_last = model.num_blocks == config.n_layer
-    model.transformer.ln_f.requires_grad_(num_trained != 0 and is_last)
     return model
 
 
@@ -253,51 +235,6 @@ def check_output(output: Path, settings: RewardModelSettings, lineage: Mapping[s
     raise Finished(
         f"{output} was already made with these settings. Pass --overwrite True to make it again."
     )
-
-
-@torch.no_grad()
-def frozen_features(model: HeadRewardModel, split: Split) -> Split:
-    """Replace tokens by the head's inputs (n, ...) float32 if the trunk is frozen and they fit."""
-    if any(parameter.requires_grad for parameter in model.transformer.parameters()):
-        return split
-    num_samples, N = split[0].shape
-    num_states = num_samples
-    if model.knows_tokens:
-        num_states *= N
-    num_bytes = 4 * num_states * model.config.n_embd
-    if num_bytes > MAX_FEATURE_BYTES:
-        size = f"{num_bytes / 2**30:.1f} GiB"
-        print0(
-            f"The hidden states of {num_samples:,} samples take {size}, which is too much to keep. "
-            "They will be recomputed every epoch."
-        )
-        return split
-    features = [x.cpu() for x, _ in head_inputs(model, split, "Hidden states")]
-    return torch.cat(features), split[1]
-
-
-@torch.no_grad()
-def head_inputs(
-    model: HeadRewardModel, split: Split, description: str
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the head's inputs (B, ...) float32 and labels (B, 2) of a whole split."""
-    device = model.transformer.wte.weight.device
-    with autocast(device):
-        for x, y in batches_of(split, model, description):
-            yield model.read(x).float(), y
-
-
-@torch.no_grad()
-def evaluate(model: HeadRewardModel, split: Split) -> tuple[float, Tensor]:
-    """Return the mean loss over a split, and P(natural) (n,) of each sequence."""
-    model.eval()
-    loss_sum = 0.0
-    shares = []
-    for x, y in head_inputs(model, split, "Evaluating"):
-        output = model.score(x)
-        loss_sum += model.loss(output, y).item() * len(y)
-        shares.append(model.share(output).cpu())
-    return loss_sum / len(split[1]), torch.cat(shares)
 
 
 if __name__ == "__main__":

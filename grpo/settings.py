@@ -141,13 +141,13 @@ class GRPOSettings(Settings):
         )
 
 
-def resolve(settings: GRPOSettings, is_ratio: bool, knows_tokens: bool) -> GRPOSettings:
+def resolve(settings: GRPOSettings, is_ratio: bool) -> GRPOSettings:
     """Return the settings with credit, reward and beta filled in from the reward model's head.
 
-    is_ratio: the head compares two models (likelihood head), so that it has evidence.
-    knows_tokens: the head rewards single tokens. Without a reward model credit=auto stays: the
-    reward function returns numbers of sequences or of tokens. Raise UserError if the head lacks
-    what the settings ask for, or if they have options that do not apply to the chosen credit.
+    is_ratio: the head compares two models (likelihood head), so that it has evidence of each token.
+    Without a reward model credit=auto stays: the reward function returns numbers of sequences or of
+    tokens. Raise UserError if the head lacks what the settings ask for, or if they have options
+    that do not apply to the chosen credit.
     """
     credit = settings.credit
     reward = settings.reward
@@ -156,13 +156,12 @@ def resolve(settings: GRPOSettings, is_ratio: bool, knows_tokens: bool) -> GRPOS
         if not is_ratio:
             reward = "natural"
         if credit == "auto":
-            credit = choose_credit(settings, is_ratio, knows_tokens)
+            credit = choose_credit(settings, is_ratio)
             errors = Errors()
             replace(settings, credit=credit).check_settings(errors)
             errors.raise_if_any()
-        is_possible = {"exact": is_ratio, "token": knows_tokens, "sequence": True}
         require(
-            is_possible[credit],
+            is_ratio or credit == "sequence",
             f"credit={credit}: {settings.reward_model_path} has no per-token rewards; "
             "use --credit auto, or a reward model with a likelihood head",
         )
@@ -174,9 +173,7 @@ def resolve(settings: GRPOSettings, is_ratio: bool, knows_tokens: bool) -> GRPOS
     return replace(settings, credit=credit, reward=reward, beta=beta)
 
 
-def choose_credit(
-    settings: GRPOSettings, is_ratio: bool, knows_tokens: bool
-) -> Literal["token", "sequence", "exact"]:
+def choose_credit(settings: GRPOSettings, is_ratio: bool) -> Literal["token", "sequence", "exact"]:
     """Return the credit of the least variance that the reward allows, for credit=auto.
 
     exact needs a reward that is a ratio of two models: it sums over the vocabulary, which
@@ -184,6 +181,6 @@ def choose_credit(
     """
     if is_ratio and settings.reward == "evidence":
         return "exact"
-    if knows_tokens:
+    if is_ratio:
         return "token"
     return "sequence"

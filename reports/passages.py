@@ -46,7 +46,7 @@ def read_passages(reward_data: Path, reward_model: Path, device: torch.device) -
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]  # (1, N)
         probabilities, _ = model(ids)  # (1, 2)
         natural = None
-        if model.knows_tokens:
+        if model.is_ratio:
             natural = model.token_probabilities(ids)[0].tolist()
         passage = Passage(
             tokens=pieces(tokenizer, tokens),

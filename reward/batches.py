@@ -15,23 +15,17 @@ from torch import Tensor
 from common.log import counted
 from reward.heads import RewardModel
 
-# Token ids (n, N) or hidden states (n, ...), and labels (n, 2)
-Split = tuple[np.ndarray | Tensor, np.ndarray]
+Split = tuple[np.ndarray, np.ndarray]  # token ids (n, N) uint16 and labels (n, 2) float32
 
 
-def batch_of(x: np.ndarray | Tensor, rows: np.ndarray | slice, model: RewardModel) -> Tensor:
-    """Return rows (B, ...) of an array on the model's device, with token ids as int64."""
-    batch = torch.as_tensor(x[rows])
-    if batch.dtype == torch.uint16:
-        batch = batch.long()
-    return batch.to(next(model.parameters()).device)
+def batches_of(x: np.ndarray, model: RewardModel, description: str) -> Iterator[Tensor]:
+    """Yield token ids (B, N) int64 of a whole split, as many rows as fit in memory."""
+    device = next(model.parameters()).device
+    num_batches = math.ceil(len(x) / model.rows_at_a_time())
+    for rows in counted(np.array_split(np.arange(len(x)), num_batches), num_batches, description):
+        yield torch.from_numpy(x[rows].astype(np.int64)).to(device)
 
 
-def batches_of(
-    split: Split, model: RewardModel, description: str
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield inputs (B, ...) and labels (B, 2) of a whole split, as many rows as fit in memory."""
-    x, y = split
-    num_batches = math.ceil(len(y) / model.rows_at_a_time())
-    for rows in counted(np.array_split(np.arange(len(y)), num_batches), num_batches, description):
-        yield batch_of(x, rows, model), batch_of(y, rows, model)
+def labels_of(split: Split, model: RewardModel) -> Tensor:
+    """Return the labels (n, 2) of a whole split on the model's device."""
+    return torch.tensor(split[1], device=next(model.parameters()).device)

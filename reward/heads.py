@@ -1,11 +1,12 @@
-"""The reward models: three heads with one interface.
+"""The reward models: two heads with one interface.
 
     python -c "from reward.heads import LikelihoodRewardModel; help(LikelihoodRewardModel)"
 
-A head is a class in this file and a name in REWARD_MODELS. Every head has:
+`last` is the head of the original design: a small network on the last hidden state of a frozen
+trunk. `likelihood` compares two language models. Both have:
 
-    knows_tokens  whether it has evidence of single tokens, and thus token_probabilities(idx) (B, T)
-    is_ratio      whether its evidence is a log-ratio of two models, not a score learned from labels
+    is_ratio      whether it is a log-ratio of two models, with evidence of single tokens and thus
+                  token_probabilities(idx) (B, T); a `last` head only scores whole sequences
     forward(idx, targets=None)     probabilities (B, 2) [P(natural), P(synthetic)], and the mean
                                    squared error () or None
     output(idx)                    input of `loss` and `share`: evidence (B, T), or scores (B, 2)
@@ -20,7 +21,7 @@ inference about a change-point in a sequence of random variables", Biometrika 62
 Shapes: B sequences of T tokens, C = n_embd channels, V token ids.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -29,73 +30,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.device import full_precision
 from common.process import UserError
 from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig
 from reward.posterior import crossover_loss, natural_probabilities, natural_share
-from reward.states import Standardize, with_previous
 from training.checkpoint import check_mode, load_weights
 from training.lineage import check_generator, check_same_fields, check_same_tokens
 
 
-class TrunkRewardModel(GPT):
-    """A head that learns from labels.
-
-    `read` computes what the head reads; `score` maps it to the head's output.
-    """
-
-    is_ratio: ClassVar[Literal[False]] = False
-    knows_tokens: ClassVar[bool]
-    standardize: nn.Module
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__(config)
-        self.num_blocks = config.trunk_layer or config.n_layer  # before the states that are read
-        # The states after the last block are normalised already, and are read as they are.
-        self.standardize = nn.Identity()
-        if config.reads_previous:
-            self.standardize = Standardize(config.n_embd + 1)
-        elif self.num_blocks < config.n_layer:
-            self.standardize = Standardize(config.n_embd)
-
-    def read(self, x: Tensor) -> Tensor:
-        """Return the inputs of the head for token ids (B, T); inputs are returned as they are.
-
-        A head per token reads hidden states (B, T, C), another the last ones (B, C). With
-        reads_previous, the log-probability of each token is the last channel of (B, T, C + 1). It
-        is 0 for the first token.
-        """
-        if x.is_floating_point():
-            return x
-        states = self.trunk(x, None, self.num_blocks)
-        if not self.knows_tokens:
-            return states[:, -1]
-        if self.config.reads_previous:
-            log_probs = token_log_probs(self.logits(self.trunk(x[:, :-1])), x[:, 1:])  # (B, T - 1)
-            states = torch.cat((states, F.pad(log_probs, (1, 0))[..., None]), -1)
-        return states
-
-    def score(self, inputs: Tensor) -> Tensor:
-        """Return scores (B, 2) of [natural, synthetic] before the softmax, or evidence (B, T).
-
-        The dtype is that of the weights, also under autocast.
-        """
-        with full_precision(inputs.device):
-            inputs = self.standardize(inputs)
-        if self.config.reads_previous:
-            inputs = with_previous(inputs)
-        return super().score(inputs).squeeze(-1)
-
-    def output(self, x: Tensor) -> Tensor:
-        """Return the head's output for token ids (B, T), or for inputs of the head."""
-        return self.score(self.read(x))
-
-
-class LastRewardModel(TrunkRewardModel):
+class LastRewardModel(GPT):
     """Predicts K/T of a sequence from the hidden state of its last token."""
 
-    knows_tokens: ClassVar[bool] = False
+    is_ratio: ClassVar[Literal[False]] = False
 
     def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
         """Return the mean squared error () of the probabilities softmax(scores)."""
@@ -106,45 +52,7 @@ class LastRewardModel(TrunkRewardModel):
         return scores.softmax(-1)[:, 0]
 
 
-class TokenEvidence(nn.Module):
-    """Base class of heads whose output is the evidence (B, T) that each token is natural."""
-
-    knows_tokens: ClassVar[bool] = True
-    output: Callable[..., Tensor]
-    loss = staticmethod(crossover_loss)
-    share = staticmethod(natural_share)
-
-    def token_probabilities(self, idx: Tensor) -> Tensor:
-        """Return P(token t is natural) (B, T), given the whole sequences (B, T)."""
-        return natural_probabilities(self.output(idx))
-
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return [P(natural), P(synthetic)] (B, 2), and the mean squared error () to targets."""
-        share = natural_share(self.output(idx))  # (B,)
-        probabilities = torch.stack((share, 1 - share), -1)
-        if targets is None:
-            return probabilities, None
-        return probabilities, F.mse_loss(probabilities, targets)
-
-
-class PositionRewardModel(TokenEvidence, TrunkRewardModel):  # type: ignore[misc]  # no kv_cache
-    """Predicts the evidence of each token from its hidden state.
-
-    With reads_previous, also from the token's log-probability, and from both of the token before.
-    """
-
-    head_type = "position"
-
-    def make_reward_head(self) -> nn.Sequential:
-        """Return new layers that map the inputs of tokens to evidence (..., 1)."""
-        num_inputs = self.config.n_embd
-        if self.config.reads_previous:
-            num_inputs = 2 * (num_inputs + 1)
-        width = self.config.reward_head_hidden_dim
-        return nn.Sequential(nn.Linear(num_inputs, width), nn.ReLU(), nn.Linear(width, 1))
-
-
-class LikelihoodRewardModel(TokenEvidence):
+class LikelihoodRewardModel(nn.Module):
     """Two generators as one reward model: `natural` (p) and the frozen `generator` (q).
 
     p is trained on natural text. Evidence is log(m / q) with the mixture m = w p + (1 - w) q and a
@@ -153,8 +61,9 @@ class LikelihoodRewardModel(TokenEvidence):
     UserError if the models do not read the same tokens.
     """
 
-    head_type = "likelihood"
     is_ratio: ClassVar[Literal[True]] = True
+    loss = staticmethod(crossover_loss)
+    share = staticmethod(natural_share)
 
     def __init__(self, natural: GPT, generator: GPT) -> None:
         super().__init__()
@@ -168,7 +77,7 @@ class LikelihoodRewardModel(TokenEvidence):
     @property
     def config(self) -> GPTConfig:
         """Return the config of the model of natural text, in reward mode."""
-        return replace(self.natural.config, mode="reward", reward_head_type=self.head_type)
+        return replace(self.natural.config, mode="reward", reward_head_type="likelihood")
 
     def rows_at_a_time(self) -> int:
         """Return how many sequences to score together: see GPT.rows_at_a_time."""
@@ -221,24 +130,30 @@ class LikelihoodRewardModel(TokenEvidence):
         natural, written = self.log_probs(idx)
         return self.calibrated(natural - written)
 
+    def token_probabilities(self, idx: Tensor) -> Tensor:
+        """Return P(token t is natural) (B, T), given the whole sequences (B, T)."""
+        return natural_probabilities(self.output(idx))
 
-HeadRewardModel = LastRewardModel | PositionRewardModel
-RewardModel = HeadRewardModel | LikelihoodRewardModel
-REWARD_MODELS: dict[str, type[RewardModel]] = {
-    "last": LastRewardModel,
-    "position": PositionRewardModel,
-    "likelihood": LikelihoodRewardModel,
-}
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return [P(natural), P(synthetic)] (B, 2), and the mean squared error () to targets."""
+        share = natural_share(self.output(idx))  # (B,)
+        probabilities = torch.stack((share, 1 - share), -1)
+        if targets is None:
+            return probabilities, None
+        return probabilities, F.mse_loss(probabilities, targets)
+
+
+RewardModel = LastRewardModel | LikelihoodRewardModel
 
 
 def make_reward_model(config: GPTConfig, generator_config: GPTConfig | None = None) -> RewardModel:
     """Return a new reward model; only a likelihood head needs the second argument."""
-    kind = REWARD_MODELS[config.reward_head_type]
-    if not kind.is_ratio:
-        return kind(config)
+    if config.reward_head_type == "last":
+        return LastRewardModel(config)
     if generator_config is None:
         raise UserError("ERROR: a likelihood head needs two models: pass its generator's config")
-    return kind(GPT(replace(config, mode="generator")), GPT(generator_config))
+    natural = GPT(replace(config, mode="generator"))
+    return LikelihoodRewardModel(natural, GPT(generator_config))
 
 
 def build_reward_model(

@@ -13,19 +13,18 @@ from torch import Tensor
 
 from common.device import autocast
 from common.log import check_finite
-from reward.batches import Split, batch_of, batches_of
+from reward.batches import Split, batches_of, labels_of
 from reward.heads import LikelihoodRewardModel
 
 MAX_MIXTURE = 20.0  # largest absolute logit of w
-ALL_ROWS = slice(None)
 
 
 def fit_mixture(
     model: LikelihoodRewardModel, select: Split, report: Split
 ) -> tuple[dict[str, Any], Tensor]:
     """Fit w to the labels of `select`. Return figures, and P(natural) (n,) of `report`."""
-    log_ratios = log_ratios_of_split(model, select)
-    targets = batch_of(select[1], ALL_ROWS, model)
+    log_ratios = log_ratios_of(model, select)
+    targets = labels_of(select, model)
     optimizer = torch.optim.LBFGS([model.mixture], max_iter=100, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
@@ -39,17 +38,17 @@ def fit_mixture(
     model.mixture.data.clamp_(-MAX_MIXTURE, MAX_MIXTURE)
     w = model.mixture.sigmoid().item()
     figures = {"epoch": 1, "val_loss": closure().item(), "mixture": w}
-    evidence = model.calibrated(log_ratios_of_split(model, report)).detach()
+    evidence = model.calibrated(log_ratios_of(model, report)).detach()
     return figures, model.share(evidence).cpu()
 
 
 @torch.no_grad()
-def log_ratios_of_split(model: LikelihoodRewardModel, split: Split) -> Tensor:
+def log_ratios_of(model: LikelihoodRewardModel, split: Split) -> Tensor:
     """Return log p - log q (n, N - 1) float32 of all tokens but the first."""
     device = model.mixture.device
     log_ratios = []
     with autocast(device):
-        for x, _ in batches_of(split, model, "Log-likelihood ratios"):
+        for x in batches_of(split[0], model, "Log-likelihood ratios"):
             natural, written = model.log_probs(x)
             log_ratios.append(natural - written)
     return torch.cat(log_ratios)

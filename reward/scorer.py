@@ -37,7 +37,7 @@ class Scores:
     natural: Tensor | None = None  # (R,): P(natural); None without a reward model
     # (R, N - 1): log(m / q) of all tokens but the first; None: P(natural) is the reward
     evidence: Tensor | None = None
-    # (R, N - 1): P(token is natural); None if the head has no output per token
+    # (R, N - 1): P(token is natural); only of a likelihood model
     by_token: Tensor | None = None
     functions: tuple[FunctionScores, ...] = ()
     # (m, C) per model of a likelihood head, before each generated token; empty unless kept
@@ -68,7 +68,6 @@ class RewardScorer:
         model = self.reward_model
         self.reference.requires_grad_(False)
         self.is_ratio = model is not None and model.is_ratio  # a likelihood model
-        self.knows_tokens = model is not None and model.knows_tokens  # has an output per token
         if model is None:
             return
         model.requires_grad_(False)
@@ -126,7 +125,7 @@ class RewardScorer:
         return scores
 
     def _score_by_head(self, ids: Tensor, written: Tensor) -> Scores:
-        """Score by another head, or, without a reward model, only by the reference."""
+        """Score by a `last` head, or, without a reward model, only by the reference."""
         model = self.reward_model
         states = self.reference.trunk(ids[:, :-1])  # (R, N - 1, C)
         logits = self.reference.logits(states[written])  # (m, V)
@@ -134,12 +133,7 @@ class RewardScorer:
         scores = Scores(scatter_to_mask(log_probs, written))
         if model is None:
             return scores
-        # Heads read the last token, too.
-        output = model.output(ids)
-        scores = replace(scores, natural=model.share(output).float())
-        if model.knows_tokens:
-            scores = replace(scores, by_token=natural_probabilities(output)[:, 1:])
-        return scores
+        return replace(scores, natural=model.share(model.output(ids)).float())
 
 
 def mean_over_mask(values: Tensor, mask: Tensor) -> Tensor:

@@ -22,20 +22,14 @@ class RewardModelSettings(Settings):
     """the reward model; its records (.jsonl) are next to it"""
     overwrite: bool = setting(False, changeable=True)
     """replace an output of other settings or inputs, or make it again"""
-    head: Literal["likelihood", "position", "last"] = "likelihood"
-    """likelihood: log-ratio of two models; position, last: a new head, trained on labels"""
+    head: Literal["likelihood", "last"] = "likelihood"
+    """likelihood: log-ratio of two models; last: a new head on a frozen trunk, trained on labels"""
     natural_model_path: str | None = setting(None, model_file="optional", changeable=True)
-    """model of natural text; other heads use its trunk, or with None the generator's"""
+    """model of natural text; a last head uses its trunk, or with None the generator's"""
     reward_head_hidden_dim: int = setting(256, minimum=1)
-    """width of the hidden layer of a last or position head"""
-    trunk_layer: int | None = setting(None, minimum=1)
-    """last, position: read the states after this many blocks; None: after all of them"""
-    reads_previous: bool = False
-    """position: also read each token's log-probability, and the inputs of the token before"""
-    unfreeze_layers: int = setting(0, minimum=-1)
-    """last, position: also train this many of the last blocks read; 0: only the head, -1: all"""
+    """width of the hidden layer of a last head"""
     learning_rate: float = setting(1e-3, above=0)
-    """learning rate of AdamW for head and unfrozen blocks, constant"""
+    """learning rate of AdamW for a last head, constant"""
     batch_size: int = setting(64, minimum=1)
     """sequences in a batch"""
     max_epochs: int = setting(20, minimum=1)
@@ -60,7 +54,7 @@ class RewardModelSettings(Settings):
             self.check_likelihood_head(errors)
 
     def check_likelihood_head(self, errors: Errors) -> None:
-        """Check that there is a natural model, and no option of heads that are trained."""
+        """Check that there is a natural model, and no option of a last head."""
         start = self.base_model_path or "BASE.pt"
         command = f"python train.py --init_from {start} --dataset CORPUS --checkpoint_name NAME.pt"
         errors.check(
@@ -75,5 +69,5 @@ class RewardModelSettings(Settings):
             errors.check(
                 field.name in used or value == field.default,
                 f"{field.name}={value} has no effect with head=likelihood",
-                f"Leave out --{field.name}, or choose --head last or position",
+                f"Leave out --{field.name}, or choose --head last",
             )

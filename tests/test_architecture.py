@@ -31,8 +31,8 @@ from helpers import settings_of
 
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
-    "nodes of the product": 49_504,
-    "nodes of tests": 48_060,
+    "nodes of the product": 48_738,
+    "nodes of tests": 47_431,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
     "nodes per line": 6.9,
@@ -44,7 +44,7 @@ BUDGETS = {
     "folders": 9,
     "options of train": 38,
     "options of train_grpo": 26,
-    "options of train_reward_model": 17,
+    "options of train_reward_model": 14,
     "options of prepare_reward_data": 18,
     "options of run_cycles": 10,
     "options of evaluate": 12,

@@ -72,7 +72,7 @@ def test_a_wrong_device_name_or_output_is_refused(script, good, tmp_path):
     [
         ("train", {"dropout": 1.0, "n_head": 0, "checkpoint_name": "a/b"}),
         ("prepare_reward_data", {"train_split": 1.0, "temperature": "nan"}),
-        ("train_reward_model", {"unfreeze_layers": -2, "patience": 0, "output_path": "a.jsonl"}),
+        ("train_reward_model", {"max_epochs": 0, "patience": 0, "output_path": "a.jsonl"}),
         ("train_grpo", {"beta": "nan", "reward_threshold": 1.5, "output_path": "policy.png"}),
         ("evaluate", {"samples": 1, "checkpoints": ["nowhere.pt"]}),
         ("sample", {"temperature": "inf", "top_k": 0, "max_new_tokens": -1}),

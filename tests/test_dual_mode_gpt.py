@@ -14,7 +14,6 @@ from torch.nn import functional as F
 import model as model_module
 from common.process import UserError
 from model import GPT, GPTConfig
-from reward.heads import PositionRewardModel
 
 TINY = {"block_size": 12, "vocab_size": 11, "n_layer": 2, "n_head": 2, "n_embd": 8}
 
@@ -23,8 +22,7 @@ def tiny_model(seed: int = 0, lively: bool = False, **changes) -> GPT:
     """A tiny model; a lively one has large weights, so that every part affects the output."""
     torch.manual_seed(seed)
     config = GPTConfig(**{**TINY, **changes})
-    kind = PositionRewardModel if config.reward_head_type == "position" else GPT
-    model = kind(config).eval()
+    model = GPT(config).eval()
     if lively:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -142,23 +140,16 @@ def test_generator_equals_the_forward_pass_by_hand(position, bias):
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
-@pytest.mark.parametrize("head", ["last", "position"])
-def test_reward_models_equal_the_forward_pass_by_hand(position, head):
-    changes = {"mode": "reward", "reward_head_type": head, "reward_head_hidden_dim": 6}
+def test_reward_models_equal_the_forward_pass_by_hand(position):
+    changes = {"mode": "reward", "reward_head_hidden_dim": 6}
     model = tiny_model(lively=True, position=position, **changes)
     idx = some_ids(3, 9)
-    states = hidden_states_by_hand(model, idx)  # (3, 9, C)
+    states = hidden_states_by_hand(model, idx)[:, -1]  # (3, C): pooling is the last token
     hidden, _, score = model.reward_head[:3].double()
     assert hidden.out_features == 6
     inner = (states @ hidden.weight.T + hidden.bias).clamp(min=0)
-    scores = inner @ score.weight.T + score.bias
+    expected = (inner @ score.weight.T + score.bias).softmax(-1)
     model.float()
-    if head == "last":
-        expected = scores[:, -1].softmax(-1)  # pooling is the last token
-    else:
-        torch.testing.assert_close(model.output(idx).double(), scores[..., 0], rtol=1e-4, atol=1e-4)
-        share = model.token_probabilities(idx).mean(1)
-        expected = torch.stack((share, 1 - share), -1).double()
     probabilities, no_loss = model(idx)
     assert no_loss is None
     torch.testing.assert_close(probabilities.double(), expected, rtol=1e-4, atol=1e-4)
@@ -290,12 +281,9 @@ def test_initialisation(mode):
         ({"bias": 5}, "bias=5: wrong type int"),
         ({"block_size": 2**22, "n_embd": 16, "n_head": 1}, "times n_embd, must be <="),
         ({"dropout": "0.1"}, "dropout='0.1'"),
-        ({"trunk_layer": 3}, "trunk_layer=3: must be >= 1 and <= n_layer=2"),
-        ({"trunk_layer": "1"}, "trunk_layer='1': wrong type str"),
-        ({"reads_previous": True}, "reads_previous=True: needs a position head, not last"),
         (
             {"reward_head_type": "linear"},
-            "reward_head_type='linear': must be one of last, position, likelihood",
+            "reward_head_type='linear': must be one of last, likelihood",
         ),
     ],
 )

@@ -59,7 +59,7 @@ def likelihood_model(tmp_path, generator, predictive_reward_model) -> Path:
 def options(corpus, generator, reward_data, likelihood_model) -> dict[str, dict]:
     """Options of each curve."""
     data = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu"}
-    head = {"head": "position", "unfreeze_layers": -1, "max_epochs": STEPS, "patience": STEPS}
+    head = {"head": "last", "max_epochs": STEPS, "patience": STEPS}
     head["batch_size"] = 10**4  # one step an epoch
     grpo = {
         "base_model_path": generator,

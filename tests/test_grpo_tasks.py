@@ -25,7 +25,7 @@ WRITTEN = 8  # of 16 tokens the last 8 are always written: prompts are at most h
 class TaskScorer:
     """Rewards that anyone can check, in place of a reward model."""
 
-    knows_tokens = is_ratio = False
+    is_ratio = False
     reward_model = None
     functions = ()
 
@@ -163,19 +163,18 @@ def test_the_last_of_several_updates_is_measured_too(grpo, share_of, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("is_ratio", "knows_tokens", "options", "credit"),
+    ("is_ratio", "options", "credit"),
     [
-        (True, True, {}, "exact"),
-        (True, True, {"group_size": 1, "prefixes": "natural"}, "exact"),
-        (True, True, {"reward_function": ("mine.py:score",), "epsilon": 0.1}, "exact"),
-        (True, True, {"reward_function": ("mine.py:score",), "reward": "natural"}, "token"),
-        (True, True, {"reward": "natural"}, "token"),
-        (True, True, {"credit": "token", "epsilon": 0.1}, "token"),
-        (False, True, {}, "token"),
-        (False, False, {}, "sequence"),
-        (False, False, {"reward_model_path": None, "reward_function": ("mine.py:score",)}, "auto"),
+        (True, {}, "exact"),
+        (True, {"group_size": 1, "prefixes": "natural"}, "exact"),
+        (True, {"reward_function": ("mine.py:score",), "epsilon": 0.1}, "exact"),
+        (True, {"reward_function": ("mine.py:score",), "reward": "natural"}, "token"),
+        (True, {"reward": "natural"}, "token"),
+        (True, {"credit": "token", "epsilon": 0.1}, "token"),
+        (False, {}, "sequence"),
+        (False, {"reward_model_path": None, "reward_function": ("mine.py:score",)}, "auto"),
     ],
 )
-def test_auto_is_the_credit_of_least_variance(is_ratio, knows_tokens, options, credit):
+def test_auto_is_the_credit_of_least_variance(is_ratio, options, credit):
     settings = GRPOSettings(**{"reward_model_path": "reward.pt", **options})
-    assert resolve(settings, is_ratio, knows_tokens).credit == credit
+    assert resolve(settings, is_ratio).credit == credit

@@ -34,7 +34,12 @@ CHECKED_ENTRIES = (
     ("training", "skill", dict | None),
 )
 # Former fields of GPTConfig, and their defaults: other values are refused.
-REMOVED_FIELDS = {"rotary_share": 1.0, "parallel_residual": False}
+REMOVED_FIELDS = {
+    "rotary_share": 1.0,
+    "parallel_residual": False,
+    "trunk_layer": None,
+    "reads_previous": False,
+}
 Record = Mapping[str, Any]
 
 
@@ -140,6 +145,8 @@ def check_config(
     for name, default in REMOVED_FIELDS.items():
         value = values.pop(name, default)
         require(value == default, f"{name}={value!r:.60}: commit 6e0f3b4 reads it last")
+    is_position_head = values.get("reward_head_type") == "position"
+    require(not is_position_head, "reward_head_type='position': commit 6e0f3b4 reads it last")
     config = GPTConfig(**values)
     problem = config.problem()
     require(problem is None, f"invalid config: {problem}")
