@@ -37,6 +37,7 @@ from reports.passages import pieces
 from reports.text_page import open_page, present_text
 from reward.heads import build_reward_model, load_reward_model
 from reward.scorer import RewardScorer
+from reward.user_function import load_functions
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 from training.lineage import check_tokenizer, check_unseen, data_record, hash_model
@@ -78,7 +79,7 @@ def main() -> None:
     tokens = open_token_file(split, settings.split, corpus.tokenizer.vocab_size, 2)
     fresh_text = None
     reward_model = None
-    if settings.reward_model_path is not None:
+    if settings.reward_model_path is not None or settings.reward_function:
         fresh_text = load_fresh_text(settings, corpus, tokens, device)
         reward_model = fresh_text.scorer.reward_model
     measures: dict[int, tuple[TextQuality, Continuations]] = {}  # by the models' context
@@ -116,11 +117,7 @@ def main() -> None:
                 save_temperature(path, temperature)
         if fresh_text is not None:
             completions = fresh_text.of_completions(completer)
-            reward = format_figure(completions, "fresh_reward")
-            print0(
-                f"  at temperature 1: P(natural) of its text {reward}, KL to the baseline "
-                f"{completions['kl_now']:.4f} nats per token"
-            )
+            describe_fresh_text(completions, settings)
             figures.update(completions)
         if math.isinf(figures["perplexity"]):
             figures["perplexity"] = None  # infinity is not valid JSON
@@ -325,17 +322,34 @@ def load_fresh_text(
     tokens: np.ndarray,
     device: torch.device,
 ) -> PolicyEvaluation:
-    """Load the reward model that scores completions of prompts from `tokens`, with its baseline."""
+    """Load what scores completions of prompts from `tokens`: models, and reward functions."""
     baseline_path = str(settings.baseline)
     baseline = ckpt.load_checkpoint(baseline_path)
     reference = ckpt.build_model(baseline, baseline_path, device)
-    reward_model_path = str(settings.reward_model_path)
-    contents = ckpt.load_checkpoint(reward_model_path)
-    reward_model = load_reward_model(contents, reward_model_path, baseline, baseline_path, device)
-    scorer = RewardScorer(reward_model, reference)
+    path = settings.reward_model_path
+    reward_model = None
+    if path is not None:
+        contents = ckpt.load_checkpoint(path)
+        reward_model = load_reward_model(contents, path, baseline, baseline_path, device)
+    functions = load_functions(
+        settings.reward_function, settings.function_weight, corpus.tokenizer.decode
+    )
+    scorer = RewardScorer(reward_model, reference, functions)
     if settings.part != "whole":
         tokens = validation_part(tokens, reference.config.block_size, settings.part)
     return PolicyEvaluation(scorer, corpus, None, SEED, "fresh", tokens, FRESH_PROMPTS)
+
+
+def describe_fresh_text(figures: dict[str, Any], settings: EvaluateSettings) -> None:
+    """Print the figures of completions at temperature 1."""
+    print0(f"  at temperature 1: KL to the baseline {figures['kl_now']:.4f} nats per token")
+    titles = {"fresh_reward": "P(natural)", "fresh_function_reward": "task reward"}
+    for function in settings.reward_function or ():
+        name = function.rpartition(":")[2]
+        titles[f"fresh_reward_{name}"] = f"reward {name}"
+    for name, title in titles.items():
+        if name in figures:
+            print0(f"    {title} of its text {format_figure(figures, name)}")
 
 
 def describe(path: str, figures: dict[str, Any], settings: EvaluateSettings) -> None:

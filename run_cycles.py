@@ -251,6 +251,7 @@ class Loop:
 
     def evaluate(self, kind: str, cycle: int, models: list[str]) -> Stage:
         """Return a stage of evaluate.py: calibrated losses, and the quality of fresh text."""
+        task = self.sections["train_grpo"]
         part = {"part": "report"}
         if Path(self.corpus, "test.bin").is_file():
             part = {"split": "test"}
@@ -262,6 +263,8 @@ class Loop:
             checkpoints=tuple(dict.fromkeys(models)),
             baseline=f"{self.folder}/base_model_v{cycle}.pt",
             reward_model_path=f"{self.folder}/reward_model_v{cycle}.pt",
+            reward_function=task.reward_function,
+            function_weight=task.function_weight,
             word_dataset=self.natural_corpus,
             samples=self.sections["evaluate"].samples or NUM_SAMPLES,
             calibrate=True,

@@ -26,6 +26,7 @@ completion up to N tokens. Nothing predicts the first token of a row, so tensors
 (R, N - 1): column t belongs to token t + 1.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -33,12 +34,12 @@ from typing import Any
 import torch
 
 from common.device import select_device, select_dtype
-from common.log import check_finite, format_size, print0, read_records
+from common.log import format_size, print0, read_records
 from common.process import require, run_main, warn
 from common.settings import parse_settings
 from corpus.corpus import Corpus, open_corpus
 from generation.completions import Completer
-from grpo.evaluation import PolicyEvaluation, report_figures
+from grpo.evaluation import PolicyEvaluation
 from grpo.rewards import compute_advantages, step_figures
 from grpo.rollouts import sample
 from grpo.settings import GRPOSettings, resolve
@@ -50,7 +51,7 @@ from metrics.samples import CopyFinder
 from model import GPT
 from reward.heads import load_reward_model
 from reward.scorer import RewardScorer
-from reward.user_function import RewardFunction
+from reward.user_function import load_functions
 from training.checkpoint import build_model, load_checkpoint, save_checkpoint
 from training.lineage import check_same_splits, check_tokenizer, data_record, hash_model
 from training.optimizers import Best, Schedule
@@ -81,13 +82,12 @@ def main() -> None:
     settings = resolve(settings, scorer.is_ratio)
     print_choices(settings, policy, scorer, device)
 
-    # Prompts come from the training split. The validation split has a part that selects, and one
-    # for the final report.
+    # Prompts come from the training split. A part of the validation split selects; evaluate.py
+    # reports on another.
     run = start_run(settings, input_hashes(settings, base, corpus, scorer))
     # It finds what the policy copies from the training text.
     copies = CopyFinder(corpus.train, corpus.tokenizer.decode)
     evaluate = PolicyEvaluation(scorer, corpus, copies, settings.seed, "select")
-    report = PolicyEvaluation(scorer, corpus, copies, settings.seed, "report")
 
     # What learns, and what the saved state contains. In a resumed run, start_run has read the state
     # and `track` loads it into these objects; then the schedule has its original length.
@@ -176,7 +176,7 @@ def main() -> None:
         if is_evaluated:
             run.save(num_steps)
 
-    report_outcome(run, best, stops, report, base, settings, device)
+    report_outcome(run, best, stops, scorer, base, settings, device)
 
 
 def load_scorer(
@@ -196,13 +196,12 @@ def load_scorer(
             contents, settings.reward_model_path, base, base_path, device
         )
         check_skill(contents["training"] or {}, settings)
-    functions = []
-    for name, weight in zip(settings.reward_function or (), settings.weights, strict=True):
-        functions.append(RewardFunction(name, corpus.tokenizer.decode, weight))
     return RewardScorer(
         reward_model,
         reference,
-        functions=tuple(functions),
+        functions=load_functions(
+            settings.reward_function, settings.function_weight, corpus.tokenizer.decode
+        ),
         gives_evidence=settings.reward == "evidence",
     )
 
@@ -304,12 +303,12 @@ def report_outcome(
     run: Run,
     best: Best,
     stops: Stops,
-    report: PolicyEvaluation,
+    scorer: RewardScorer,
     base: dict[str, Any],
     settings: GRPOSettings,
     device: torch.device,
 ) -> None:
-    """Measure the kept policy on text that nothing has used yet; write it and its records."""
+    """Write the kept policy; print how to measure it."""
     kept = build_model(base, str(settings.base_model_path), device)
     best.restore(kept)
     training = {
@@ -319,31 +318,14 @@ def report_outcome(
         "settings": asdict(settings),
         "select_loss": best.figures["select_loss"],
         "start_select_loss": stops.start_loss,
-        **report_figures(report, kept),
     }
-    check_finite(training["start"])  # `log` checks the figures of the kept policy
-    run.log(run.step, final=True, kept_step=best.at, **training["kept"])
-    records = read_records(run.log_path)
     save_checkpoint(run.output, kept, base["tokenization"], base["data"], training)
     name = "the starting policy: no later one within the caps was preferred to it"
     if best.at > 0:
         name = f"the policy of step {best.at}"
     print0(f"\nStopped after {run.step} steps by {run.reason}; kept {name}")
-    print0(
-        "Loss on the reporting part of natural text: "
-        f"{training['start']['report_loss']:.4f} before, "
-        f"{training['kept']['report_loss']:.4f} after, "
-        f"difference {format_figure(training, 'difference', '+.4f')}"
-    )
-    titles = {"fresh_reward": "P(natural)", "fresh_function_reward": "Task reward"}
-    for function in report.scorer.functions:
-        titles[f"fresh_reward_{function.short_name}"] = f"Reward {function.short_name}"
-    for name, title in titles.items():
-        if name in training["kept"]:
-            before = format_figure(training["start"], name)
-            after = format_figure(training["kept"], name)
-            print0(f"{title} of fresh text: {before} before, {after} after")
-    for function in report.scorer.functions:
+    records = read_records(run.log_path)
+    for function in scorer.functions:
         name = f"group_std_{function.short_name}"
         spreads = [record[name] for record in records if name in record]
         if spreads and max(spreads) == 0:
@@ -352,7 +334,22 @@ def report_outcome(
                 "step, so it changed nothing: let it return different numbers"
             )
     print0(f"Saved {run.output}")
+    print0(f"Measure it on text that selected nothing:\n  {evaluation_command(settings)}")
     run.save(run.step, finished=True)
+
+
+def evaluation_command(settings: GRPOSettings) -> str:
+    """Return the command line of evaluate.py that compares the output with its start."""
+    base_path = str(settings.base_model_path)
+    words = ["python", "evaluate.py", "--checkpoints", base_path, settings.output_path]
+    words += ["--baseline", base_path, "--dataset", settings.dataset, "--part", "report"]
+    if settings.reward_model_path is not None:
+        words += ["--reward_model_path", settings.reward_model_path]
+    for name in ("reward_function", "function_weight"):
+        values = getattr(settings, name)
+        if values is not None:
+            words += [f"--{name}", *map(str, values)]
+    return shlex.join(words)
 
 
 if __name__ == "__main__":

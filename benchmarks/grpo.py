@@ -120,8 +120,7 @@ def our_seconds(folder: Path, credit: str, settings: GRPOBenchSettings) -> float
     time_python(["-m", "train_grpo", *as_words(options)])
     ended = {}
     for record in read_records(folder / "policy.jsonl"):
-        if "final" not in record:
-            ended[record["step"]] = record["seconds"]
+        ended[record["step"]] = record["seconds"]
     return statistics.median(ended[step] - ended[step - 1] for step in range(2, last))
 
 

@@ -31,7 +31,6 @@ SHOWN = (
     "val_loss",
     "select_loss",
     "calibrated_loss",
-    "report_loss",
     "mae",
 )
 

@@ -25,12 +25,11 @@ from losses import text_log_probs
 from metrics.bootstrap import bootstrap_blocks, bootstrap_mean
 from metrics.samples import CopyFinder
 from metrics.text_quality import DistinctPairs
-from model import GPT
 from reward.scorer import RewardScorer
 
 EVAL_PROMPTS = 64
 EVAL_SAMPLES = 2  # completions of each prompt
-# natural tokens of the select part that an evaluation reads; the report part is read whole
+# natural tokens that an evaluation reads
 EVAL_TOKENS = 65_536
 COMPLETIONS_SHOWN = 3  # in the records
 COPIES_SOUGHT = 16  # completions that are searched for in the training text
@@ -40,8 +39,8 @@ COPIES_SOUGHT = 16  # completions that are searched for in the training text
 class PolicyEvaluation:
     """Measures a policy on a part of the validation split, with the same prompts each time.
 
-    part: 'select' or 'report', or the name of other text, `tokens` (n,). copies: without one, the
-    text of completions is not measured.
+    part: 'select', or the name of other text, `tokens` (n,). copies: without one, the text of
+    completions is not measured.
     """
 
     scorer: RewardScorer
@@ -66,24 +65,17 @@ class PolicyEvaluation:
 
     def __call__(self, completer: Completer) -> dict[str, Any]:
         """Return the figures that docs/reference.md defines: natural loss and fresh completions."""
-        losses = self.losses(completer.model)
-        return {**self.loss_figures(losses), **self.of_completions(completer)}
-
-    def losses(self, policy: GPT) -> Tensor:
-        """Return the policy's cross-entropies (n,) in nats of the part's tokens; of a subset of the
-        select part.
-        """
-        most = EVAL_TOKENS if self.part == "select" else None
+        policy = completer.model
         batches = WholeSplitBatches(
-            self.text, self.length, policy.rows_at_a_time(), self.device, most
+            self.text, self.length, policy.rows_at_a_time(), self.device, EVAL_TOKENS
         )
         with autocast(self.device):
-            return -text_log_probs(policy, counted(batches, len(batches), "Evaluating"))
-
-    def loss_figures(self, losses: Tensor, name: str = "") -> dict[str, Any]:
-        """Return the mean of losses (n,) and its interval."""
-        name = name or f"{self.part}_loss"
-        return bootstrap_blocks(name, losses, self.corpus.interval_tokens, self.seed)
+            losses = -text_log_probs(policy, counted(batches, len(batches), "Evaluating"))
+        figures: dict[str, Any] = bootstrap_blocks(
+            f"{self.part}_loss", losses, self.corpus.interval_tokens, self.seed
+        )
+        figures.update(self.of_completions(completer))
+        return figures
 
     @torch.no_grad()
     def of_completions(self, completer: Completer) -> dict[str, Any]:
@@ -133,19 +125,3 @@ class PolicyEvaluation:
             "prompts": prompts[shown][:COMPLETIONS_SHOWN],
             "completions": completions[shown][:COMPLETIONS_SHOWN],
         }
-
-
-def report_figures(report: PolicyEvaluation, policy: GPT) -> dict[str, Any]:
-    """Return the report's figures of the start and of the kept policy, and their paired difference.
-
-    'start' and 'kept' hold the figures of the two; 'difference' is the mean paired difference of
-    their losses.
-    """
-    figures: dict[str, Any] = {}
-    losses = {}
-    for name, model in (("start", report.scorer.reference), ("kept", policy)):
-        losses[name] = report.losses(model)
-        completions = report.of_completions(Completer(model, report.length))
-        figures[name] = {**report.loss_figures(losses[name]), **completions}
-    figures.update(report.loss_figures(losses["kept"] - losses["start"], "difference"))
-    return figures

@@ -3,16 +3,15 @@
 python train_grpo.py --help
 """
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from common.process import require
 from common.settings import Errors, Settings, setting
+from metrics.settings import check_functions
 
 DEFAULT_BETA = 0.04  # weight of the KL penalty if the reward contains no KL
-RESERVED_ENDINGS = ("_low", "_high")  # of the ends of intervals: fresh_reward_NAME_low
 
 
 @dataclass
@@ -73,11 +72,6 @@ class GRPOSettings(Settings):
     seed: int = setting(42, minimum=0)
     """seed of prompts and completions"""
 
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """Return the weight of each reward function."""
-        return self.function_weight or (1.0,) * len(self.reward_function or ())
-
     def ignored_options(self) -> dict[str, str]:
         """Return the options that have no effect, with the reason."""
         ignored = {}
@@ -116,28 +110,11 @@ class GRPOSettings(Settings):
             f"group_size=1 leaves credit={self.credit} nothing to compare",
             "Use --group_size 2 or more, or --credit exact without a reward_function",
         )
-        self.check_functions(errors)
+        check_functions(self.reward_function, self.function_weight, errors)
         errors.check(
             Path(self.output_path).suffix == ".pt",
             f"output_path={self.output_path}: the name of a model must end in .pt",
             "Choose another name",
-        )
-
-    def check_functions(self, errors: Errors) -> None:
-        """Note reward functions whose records would share a name, and weights that do not fit."""
-        names = [function.rpartition(":")[2] for function in self.reward_function or ()]
-        free = {name for name in names if not f"_{name}".endswith(RESERVED_ENDINGS)}
-        errors.check(
-            len(free) == len(names),
-            f"reward_function: {' '.join(names)}: names must differ, because figures are named "
-            "after them, and must not end in _low or _high",
-            "Give the function another name, as in short = score",
-        )
-        errors.check(
-            len(self.weights) == len(names) and all(map(math.isfinite, self.weights)),
-            f"function_weight={self.weights}: {len(names)} finite numbers are needed, one for each "
-            "reward function",
-            "Pass as many weights as reward functions, or none",
         )
 
 

@@ -3,12 +3,15 @@
 python evaluate.py --help
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from common.settings import Errors, Settings, setting
 
 READING_OPTIONS = ("text", "reward_model_path", "output_path", "device")
+RESERVED_ENDINGS = ("_low", "_high")  # of the ends of intervals: fresh_reward_NAME_low
 
 
 @dataclass
@@ -32,6 +35,10 @@ class EvaluateSettings(Settings):
     """also measure so many samples, at the temperature where they are as diverse as natural text"""
     reward_model_path: str | None = setting(None, model_file="optional")
     """also P(natural) of fresh text, and its KL to the baseline, of that model's training"""
+    reward_function: tuple[str, ...] | None = None
+    """also the rewards of that fresh text by FILE.py:NAME ...; the files are executed"""
+    function_weight: tuple[float, ...] | None = None
+    """weight of each reward function in their sum; None: 1 each"""
     text: str | None = None
     """a UTF-8 text file: only find where the reward model's generator begins to write in it"""
     word_dataset: str | None = None
@@ -53,9 +60,11 @@ class EvaluateSettings(Settings):
         is_unseen = self.split == "test" or (self.split, self.part) == ("val", "report")
         what = "calibrate fits on the select part, which the text measured must not contain"
         errors.check(is_unseen or not self.calibrate, what, "Add --part report or --split test")
-        is_read = bool(self.reward_model_path and self.baseline)
-        what = "reward_model_path needs a baseline, the generator of its training"
-        errors.check(is_read or not self.reward_model_path, what, "Pass it with --baseline")
+        for name in ("reward_model_path", "reward_function"):
+            what = f"{name} needs a baseline, the generator that GRPO started from"
+            is_used = not getattr(self, name) or self.baseline is not None
+            errors.check(is_used, what, "Pass it with --baseline")
+        check_functions(self.reward_function, self.function_weight, errors)
         is_used = self.samples is not None or self.word_dataset is None
         errors.check(is_used, "word_dataset needs samples", "Pass --samples, or leave it out")
 
@@ -66,3 +75,25 @@ class EvaluateSettings(Settings):
         for member in fields(self):
             is_used = member.name in READING_OPTIONS or getattr(self, member.name) == member.default
             errors.check(is_used, f"{member.name} has no effect with text: leave it out")
+
+
+def check_functions(
+    functions: Sequence[str] | None, weights: Sequence[float] | None, errors: Errors
+) -> None:
+    """Note reward functions whose records would share a name, and weights that do not fit."""
+    names = [function.rpartition(":")[2] for function in functions or ()]
+    free = {name for name in names if not f"_{name}".endswith(RESERVED_ENDINGS)}
+    errors.check(
+        len(free) == len(names),
+        f"reward_function: {' '.join(names)}: names must differ, because figures are named after "
+        "them, and must not end in _low or _high",
+        "Give the function another name, as in short = score",
+    )
+    if weights is None:
+        return
+    errors.check(
+        len(weights) == len(names) and all(map(math.isfinite, weights)),
+        f"function_weight={weights}: {len(names)} finite numbers are needed, one for each reward "
+        "function",
+        "Pass as many weights as reward functions, or none",
+    )

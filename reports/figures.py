@@ -30,8 +30,6 @@ def _style() -> Iterator[None]:
 @_style()
 def progress_picture(records: Sequence[Mapping[str, Any]]) -> Any:
     """Plot P(natural) over the steps of GRPO, with 95% intervals as a band."""
-    # The final record describes another part of the text.
-    records = [record for record in records if "final" not in record]
     figure, axes = _figure()
     for (key, label), colour in zip(CURVES.items(), COLOURS, strict=False):
         steps, values = _values(records, key)

@@ -70,17 +70,12 @@ def evaluated_models(ledger: Ledger, cycle: int) -> dict[str, dict[str, Any]]:
 
     They are those of evaluate.py, but calibrated losses are in nats per character, and the figures
     of `quality` are among the others. judge_loss and unknown_words are None where they were not
-    measured, and where no temperature gives natural diversity. Figures of reward functions, which
-    evaluate.py does not have, are those of train_grpo.py's report.
+    measured, and where no temperature gives natural diversity.
     """
     models = {}
     for stage in ("evaluation", "controls"):
         for name, figures in ledger.figures(f"{stage}_v{cycle + 1}").items():
-            reported = ledger.figures(name).get("kept", {})
-            if name == GENERATOR:
-                reported = ledger.figures("base_model_v2").get("start", {})
-            # 1 for ids without text
-            model = {"characters_per_token": 1.0, **reported, **figures}
+            model = {"characters_per_token": 1.0, **figures}  # 1 for ids without text
             characters = model["characters_per_token"]
             for key in ("calibrated_loss", "calibrated_loss_low", "calibrated_loss_high"):
                 if model[key] is not None:

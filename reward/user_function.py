@@ -11,7 +11,7 @@ import inspect
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -144,6 +144,18 @@ class RewardFunction:
 
     def _fail(self, finding: str) -> NoReturn:
         raise UserError(f"ERROR: reward_function={self.name}: {finding}") from None
+
+
+def load_functions(
+    names: Sequence[str] | None, weights: Sequence[float] | None, decode: Callable[[list[int]], str]
+) -> tuple[RewardFunction, ...]:
+    """Load the functions of names like FILE.py:NAME. weights: None is 1 for each."""
+    names = names or ()
+    weights = weights or (1.0,) * len(names)
+    functions = []
+    for name, weight in zip(names, weights, strict=True):
+        functions.append(RewardFunction(name, decode, weight))
+    return tuple(functions)
 
 
 @functools.cache

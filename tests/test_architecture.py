@@ -31,8 +31,8 @@ from helpers import settings_of
 
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
-    "nodes of the product": 48_738,
-    "nodes of tests": 47_431,
+    "nodes of the product": 48_684,
+    "nodes of tests": 47_475,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
     "nodes per line": 6.9,
@@ -47,14 +47,14 @@ BUDGETS = {
     "options of train_reward_model": 14,
     "options of prepare_reward_data": 18,
     "options of run_cycles": 10,
-    "options of evaluate": 12,
+    "options of evaluate": 14,
     "options of sample": 9,
     "options of prepare_text": 8,
     "options of reward_dataset_loader": 1,
     "options of data/shakespeare_char/prepare": 8,  # those of every corpus
     "options of interop/crossover_reward": 6,
     "options of interop/export": 3,
-    "options of all scripts": 160,
+    "options of all scripts": 162,
 }
 # Which modules a script may load, by folder or name. grpo in evaluate and
 # generation in reward_dataset_loader are not needed, but loaded today.

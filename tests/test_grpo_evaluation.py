@@ -80,26 +80,26 @@ def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
     )
     scorer = RewardScorer(LikelihoodRewardModel(best, q), reference)
     scorer.reward_model.mixture.data.fill_(30.0)
-    monkeypatch.setattr(corpus_module, "INTERVAL_CHARACTERS", 16)
-    monkeypatch.setattr(evaluation, "EVAL_TOKENS", 16)  # for evaluations during the training
+    monkeypatch.setattr(corpus_module, "INTERVAL_CHARACTERS", 8)
+    monkeypatch.setattr(evaluation, "EVAL_TOKENS", 64)
     opened = open_corpus(str(corpus), 17)
     copies = CopyFinder(opened.train, opened.tokenizer.decode)
-    asked = evaluation.PolicyEvaluation(scorer, opened, copies, 7, "report")
+    asked = evaluation.PolicyEvaluation(scorer, opened, copies, 7, "select")
     figures = {
         name: asked(Completer(model, 16))
         for name, model in (("best", best), ("reference", reference))
     }
     assert figures["best"]["kl_mixture"] == pytest.approx(0, abs=1e-5)
     assert figures["reference"]["kl_mixture_low"] > 0.1
-    for name in ("kl_mixture", "fresh_reward", "natural_reward", "report_loss"):
+    for name in ("kl_mixture", "fresh_reward", "natural_reward"):
         for found in figures.values():
             assert found[f"{name}_low"] <= found[name] <= found[f"{name}_high"]
     val = np.fromfile(corpus / "val.bin", np.uint16)
-    text = val[16 * 16 :]  # of 32 blocks the last 16 report
+    text = val[: 6 * 16 + 1]  # of 32 blocks the first 6 select
     windows = {tuple(text[start : start + 16].tolist()) for start in range(len(text) - 15)}
     assert all(tuple(row.tolist()) in windows for row in asked.prompts.natural)
-    loss = -text_log_probs(reference, WholeSplitBatches(text, 16, 64)).mean().item()
-    assert figures["reference"]["report_loss"] == pytest.approx(loss, abs=1e-6)
+    loss = -text_log_probs(reference, WholeSplitBatches(text, 16, 64, most=64)).mean().item()
+    assert figures["reference"]["select_loss"] == pytest.approx(loss, abs=1e-6)
 
 
 def stops_after(

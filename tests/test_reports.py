@@ -247,8 +247,8 @@ def test_a_policy_whose_text_is_not_better_has_a_reason():
 
 
 def rewarded(reward: float) -> dict:
-    """Return figures of the function short_lines, as train_grpo.py reports them."""
-    figures = {"natural_function_reward": 0.5, "distinct_pairs": 0.1}
+    """Return figures of the function short_lines, as evaluate.py reports them."""
+    figures = {"natural_function_reward": 0.5}
     for end, value in (("", reward), ("_low", reward - 0.125), ("_high", reward + 0.125)):
         figures[f"fresh_function_reward{end}"] = value
     return figures
@@ -259,9 +259,10 @@ def test_a_task(tmp_path, reward, learned):
     """Its reward decides, by intervals that do not overlap; other figures stay. A later cycle
     that did not train does not forget it.
     """
-    policy = {"start": rewarded(0.25), "kept": rewarded(reward)}
-    sampled = {"kept": rewarded(0.75)}
-    ledger = make_ledger(tmp_path, base_model_v2=policy, control_sampled_v2=sampled)
+    measured = {"base_model_v1": 0.25, "natural_model_v1": 0.125, "base_model_v2": reward}
+    models = {name: {**MODELS[name], **rewarded(value)} for name, value in measured.items()}
+    controls = {name: {**model, **rewarded(0.75)} for name, model in CONTROLS.items()}
+    ledger = make_ledger(tmp_path, evaluation_v2=models, controls_v2=controls)
     ledger.records["base_model_v2"]["settings"]["reward_function"] = [
         "my.py:short_lines",
         "my.py:no_e",
@@ -280,9 +281,9 @@ def test_a_task(tmp_path, reward, learned):
         "2.49 -> 1.94",
     ]
     rows = comparison(ledger)
-    rewards = ["0.250", "-", f"{reward:.3f}", "-", "0.750", "-"]
+    rewards = ["0.250", "0.125", f"{reward:.3f}", "0.750", "0.750", "0.750"]
     assert [row["task reward"].partition(" ")[0] for row in rows] == [*rewards, "0.500"]
-    assert "distillation do not know the task." in make_page(ledger, CPU)
+    assert "distillation do not learn the task." in make_page(ledger, CPU)
 
 
 @pytest.mark.parametrize(
@@ -382,7 +383,6 @@ def test_pictures():
     before = dict(matplotlib.rcParams)
     records = [{"step": step, "fresh_reward": 0.5, "natural_reward": 1} for step in (0, 5)]
     records[1].update(fresh_reward_low=0.4, fresh_reward_high=0.6)
-    records.append({"step": 5, "final": True, "fresh_reward": 0.7})
     axes = figures.progress_picture([{"step": 1, "kl_mixture": 2.0}, *records]).axes[0]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["select part 0.5", "natural text 1"]
