@@ -48,7 +48,7 @@ def named_rewards(prefix: str, scores: Scores) -> dict[str, Tensor]:
     if scores.functions:
         rewards[f"{prefix}function_reward"] = function_rewards(scores)
     for function in scores.functions:
-        rewards[f"{prefix}reward_{function.name}"] = function.means
+        rewards[f"{prefix}reward_{function.name}"] = function.rewards
     return rewards
 
 
@@ -56,7 +56,7 @@ def function_rewards(scores: Scores) -> Tensor:
     """Return the weighted sum (R,) of the functions' rewards of sequences; 0 without functions."""
     total = torch.zeros_like(scores.reference_log_probs[:, 0])
     for function in scores.functions:
-        total = total + function.weight * function.means
+        total = total + function.weight * function.rewards
     return total
 
 
@@ -67,8 +67,7 @@ def compute_advantages(rollouts: Rollouts, scores: Scores, settings: GRPOSetting
     An advantage compares a reward with those of its group by one part only:
     A_i = (r_i - mean(r)) / std(r). A weight therefore means the same for rewards of any scale.
 
-    credit=token compares tokens, credit=sequence sequences. With exact, and with auto (only
-    functions), a function's own kind of rewards decides. credit=exact computes the model's part
+    credit=token compares tokens, credit=sequence sequences. credit=exact computes the model's part
     over all tokens of the vocabulary, not here; return None without another part.
     """
     parts = []
@@ -82,11 +81,9 @@ def compute_advantages(rollouts: Rollouts, scores: Scores, settings: GRPOSetting
             rewards = sequence_rewards(scores, log_probs, mask)  # (R,)
         parts.append(compare(rewards, rollouts, settings))
     for function in scores.functions:
-        rewards = function.rewards  # (R,) or (R, N - 1)
-        if settings.credit == "sequence":
-            rewards = function.means
-        elif settings.credit == "token":
-            rewards = rewards.view(len(mask), -1).expand_as(mask)
+        rewards = function.rewards  # (R,)
+        if settings.credit == "token":
+            rewards = rewards[:, None].expand_as(mask)
         parts.append(function.weight * compare(rewards, rollouts, settings))
     if not parts:
         return None
@@ -119,7 +116,7 @@ def step_figures(
     for name, values in named_rewards("", scores).items():  # (R,)
         figures[name] = values.mean().item()
     objective = function_rewards(scores)
-    spreads = {f"group_std_{function.name}": function.means for function in scores.functions}
+    spreads = {f"group_std_{function.name}": function.rewards for function in scores.functions}
     if scores.natural is not None:
         objective = sequence_rewards(scores, log_probs, mask) + objective
     figures["objective"] = objective.mean().item()

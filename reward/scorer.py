@@ -25,8 +25,7 @@ class FunctionScores:
 
     name: str
     weight: float
-    rewards: Tensor  # (R,) of sequences, or (R, N - 1) of tokens
-    means: Tensor  # (R,): of the tokens' rewards, or the rewards of the sequences
+    rewards: Tensor  # (R,)
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,7 @@ class RewardScorer:
         functions = []
         for function in self.functions:
             rewards = function(ids, written)
-            means = mean_over_mask(rewards, written)
-            functions.append(FunctionScores(function.short_name, function.weight, rewards, means))
+            functions.append(FunctionScores(function.short_name, function.weight, rewards))
         return replace(scores, functions=tuple(functions))
 
     def _score_by_models(self, ids: Tensor, written: Tensor, keep_hidden: bool) -> Scores:
@@ -137,9 +135,7 @@ class RewardScorer:
 
 
 def mean_over_mask(values: Tensor, mask: Tensor) -> Tensor:
-    """Average values (R, N - 1) over the mask to shape (R,). Return values (R,) unchanged."""
-    if values.dim() == 1:
-        return values
+    """Average values (R, N - 1) over the mask to shape (R,)."""
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 

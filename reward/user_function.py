@@ -15,26 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from common.files import hash_file
 from common.process import UserError
 
-LARGEST = 1e12  # absolute value of a reward: its square is still a float32
-RULE = (
-    f"return a finite number, at most {LARGEST:g}, for every completion, or (train_grpo.py) for "
-    "every completion a list of one for each generated token"
-)
-
 
 class RewardFunction:
-    """A user's function in TRL's form, and its weight. What it returns is checked.
+    """A user's function in TRL's form, and its weight.
 
     The function is called with those of these arguments that it takes: prompts, completions (R str
-    each), prompt_ids, completion_ids (R lists of int each), ids (int64 array (R, N)) and masks
-    (bool array (R, N - 1): the generated tokens after the first).
+    each), prompt_ids, completion_ids (R lists of int each).
     """
 
     def __init__(
@@ -50,27 +42,19 @@ class RewardFunction:
             self._fail("must be FILE.py:NAME, FILE.py an existing file")
         self.sha256 = hash_file(self.path)
         with self._guarded():
-            defined = execute_file(self.path, self.sha256)
-        self.function: Any = defined.get(self.short_name)
-        if isinstance(self.function, type):
-            self._fail("is a class: name an instance of it, or a function")
+            self.function: Any = execute_file(self.path, self.sha256).get(self.short_name)
         if not callable(self.function):
             self._fail(f"{self.path} has no function {self.short_name!r}")
-        with self._guarded():
-            self.parameters = inspect.signature(self.function).parameters
-        self.takes_all = any(each.kind == each.VAR_KEYWORD for each in self.parameters.values())
-        self.num_dims = 0  # of the rewards: 1 (sequences) or 2 (tokens); 0 before the first call
 
-    def __call__(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return float32 rewards of sequences (R,) or tokens (R, N - 1), 0 outside the mask.
+    def __call__(self, ids: Tensor, written: Tensor) -> Tensor:
+        """Return float32 rewards (R,) of sequences.
 
-        ids: (R, N) int64. mask: (R, N - 1) bool, the generated tokens. Raise UserError if the
-        function raises anything, or returns anything but finite numbers of one kind in all calls.
+        ids: (R, N) int64. written: (R, N - 1) bool, the generated tokens. Raise UserError if the
+        function raises anything, or returns anything but as many finite numbers as completions.
         """
-        lengths = mask.sum(1).tolist()
         prompts = []
         completions = []
-        for row, length in zip(ids.tolist(), lengths, strict=True):
+        for row, length in zip(ids.tolist(), written.sum(1).tolist(), strict=True):
             prompts.append(row[:-length])
             completions.append(row[-length:])
         arguments = {
@@ -78,63 +62,25 @@ class RewardFunction:
             "completions": list(map(self.decode, completions)),
             "prompt_ids": prompts,
             "completion_ids": completions,
-            "ids": np.array(ids.tolist()),
-            "masks": np.array(mask.tolist()),
         }
-        rewards = self._call(arguments)
-        if None in rewards:
-            self._fail("returned None for a completion: return 0.0 where it has no say")
-        numbers = rewards
-        is_per_token = isinstance(rewards[0], list)
-        if is_per_token:
-            numbers = []
-            for values, length in zip(rewards, lengths, strict=True):
-                # of the generated tokens, or aligned with masks
-                if not isinstance(values, list) or len(values) not in (length, mask.size(1)):
-                    self._fail(f"returned {values!r:.40} for {length} tokens; {RULE}")
-                numbers += values[-length:]
-        result = self._checked(numbers).to(ids.device)
-        if is_per_token:
-            result = result.new_zeros(mask.shape).masked_scatter(mask, result)
-        if self.num_dims not in (0, result.dim()):
-            self._fail("returned rewards of sequences in one call and of tokens in another")
-        self.num_dims = result.dim()
-        return result
-
-    def _call(self, arguments: dict[str, Any]) -> list[Any]:
-        """Call the function with the arguments that it takes; return a reward per completion.
-
-        A reward is a number, a list of numbers or None, not yet checked.
-        """
-        count = len(arguments["completions"])
-        if not self.takes_all:
-            arguments = {name: arguments[name] for name in self.parameters if name in arguments}
         with self._guarded(), torch.no_grad():
-            rewards = _plain(self.function(**arguments))
-        if inspect.iscoroutine(rewards):
-            rewards.close()  # otherwise Python warns that it was never awaited
-            self._fail("is an async def: call asyncio.run in a plain function")
-        if not isinstance(rewards, list) or len(rewards) != count:
-            expected = f"no list of {count} rewards, one for each completion"
-            self._fail(f"returned {rewards!r:.40}, {expected}; {RULE}")
-        return rewards
-
-    def _checked(self, numbers: list[Any]) -> Tensor:
-        """Return numbers (n,) as float32; raise UserError unless they are finite."""
-        with self._guarded():
-            result = torch.tensor(numbers, dtype=torch.float32)
-        if result.dim() > 1 or not (result.abs() <= LARGEST).all():  # NaN fails, too
-            self._fail(f"returned {numbers!r:.40}; {RULE}")
-        return result
+            parameters = inspect.signature(self.function).parameters
+            if all(each.kind != each.VAR_KEYWORD for each in parameters.values()):
+                arguments = {name: arguments[name] for name in parameters if name in arguments}
+            returned = self.function(**arguments)
+            rewards = torch.as_tensor(returned, dtype=torch.float32, device="cpu").detach()
+            is_finite = bool(rewards.isfinite().all())
+        if rewards.shape != ids.shape[:1] or not is_finite:
+            rule = f"return a finite number for each of the {len(ids)} completions"
+            self._fail(f"returned {rewards.tolist()!r:.40}; {rule}")
+        return rewards.to(ids.device)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Turn anything that the user's code raises into a UserError."""
+        """Turn what the user's code raises into a UserError."""
         try:
             yield
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # SystemExit, too
+        except (Exception, SystemExit) as error:
             place = ""
             for frame in traceback.extract_tb(error.__traceback__):
                 if frame.filename == str(self.path):
@@ -166,12 +112,3 @@ def execute_file(path: Path, sha256: str) -> dict[str, Any]:
     """
     sys.path.append(str(path.resolve().parent))  # last: files there hide no other module
     return runpy.run_path(str(path))
-
-
-def _plain(value: Any) -> Any:
-    """Return arrays, tensors, scalars and iterators, also nested, as Python's lists and numbers."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, (list, tuple, Iterator)):
-        return [_plain(item) for item in value]
-    return value

@@ -18,7 +18,7 @@ from grpo.stopping import Stops, selection_value
 from losses import text_log_probs
 from metrics.samples import CopyFinder
 from reward.heads import LikelihoodRewardModel
-from reward.scorer import FunctionScores, RewardScorer, Scores, mean_over_mask
+from reward.scorer import FunctionScores, RewardScorer, Scores
 from training.checkpoint import build_model, load_checkpoint
 from training.optimizers import Best
 
@@ -45,18 +45,13 @@ def test_the_mask_is_of_predicted_tokens():
 
 
 def test_rewards_by_hand():
-    """Of two rows of three tokens: evidence less KL, P(natural), and a function's numbers of either
-    kind.
-    """
+    """Of two rows of three tokens: evidence less KL, P(natural), and the functions' numbers."""
     mask = torch.tensor([[False, True, True], [True, True, True]])
     evidence, log_probs, start = torch.tensor(
         [[[9.0, 1, 2], [0, 3, 0]], [[0, -1, -2], [-1, -1, -1]], [[0, -2, -2], [-3, -1, -1]]]
     )
-    natural, by_token, each = (
-        torch.tensor([0.2, 0.7]),
-        torch.full((2, 3), 0.5),
-        torch.tensor([[0.0, 4, 6], [3, 3, 3]]),
-    )
+    natural = torch.tensor([0.2, 0.7])
+    by_token = torch.full((2, 3), 0.5)
     likelihood = Scores(start, natural, evidence, by_token)
     tokens = evidence - (log_probs - start)
     assert torch.equal(token_rewards(likelihood, log_probs), tokens)
@@ -64,8 +59,8 @@ def test_rewards_by_hand():
     other = Scores(start, natural, by_token=by_token)
     assert torch.equal(sequence_rewards(other, log_probs, mask), natural)
     assert torch.equal(token_rewards(other, log_probs), by_token)
-    one = FunctionScores("one", 2.0, *[torch.tensor([2.0, -1.0])] * 2)
-    two = FunctionScores("two", -1.0, each, mean_over_mask(each, mask))
+    one = FunctionScores("one", 2.0, torch.tensor([2.0, -1.0]))
+    two = FunctionScores("two", -1.0, torch.tensor([5.0, 3.0]))
     figures = named_rewards("", Scores(start, natural, functions=(one, two)))
     assert figures["function_reward"].tolist() == pytest.approx([4 - 5, -2 - 3])
     assert figures["reward_one"].tolist() == [2, -1] and figures["reward_two"].tolist() == [5, 3]

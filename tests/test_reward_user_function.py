@@ -4,7 +4,6 @@ import re
 import shlex
 import sys
 
-import numpy as np
 import pytest
 import torch
 from helpers import refuse_in_one_line, succeed
@@ -38,7 +37,7 @@ def made(tmp_path, monkeypatch):
 
 
 def returning(value: str) -> str:
-    return f"import math\nimport numpy as np\nimport torch\n\ndef score(ids, **kwargs):\n    return {value}\n"
+    return f"import math\nimport numpy as np\nimport torch\n\ndef score(**kwargs):\n    return {value}\n"
 
 
 def error_of(work) -> str:
@@ -62,8 +61,6 @@ def test_another_form_than_file_and_name(named):
         ("\nimport no_such_module\n", "ModuleNotFoundError at line 2 of"),
         ("import sys\nsys.exit('bye')\n", "SystemExit at line 2 of .*: bye"),
         ("score = 3\n", "has no function 'score'"),
-        ("score = max\n", "raised ValueError: no signature found for builtin"),
-        ("class score: pass\n", "is a class: name an instance"),
     ],
 )
 def test_a_file_that_does_not_load(made, text, expected):
@@ -72,84 +69,43 @@ def test_a_file_that_does_not_load(made, text, expected):
 
 def test_the_file_may_import_from_its_folder_and_is_run_as_no_script(made, tmp_path):
     (tmp_path / "beside_mine.py").write_text("VALUE = 7\n")
-    text = "from beside_mine import VALUE\ndef score(ids): return [VALUE] * len(ids)\n"
+    text = "from beside_mine import VALUE\ndef score(prompts): return [VALUE] * len(prompts)\n"
     function = made(text + "if __name__ == '__main__': raise SystemExit\n")
     assert function(IDS, MASK).tolist() == [7, 7]
     assert function.sha256 == hash_file(tmp_path / "mine.py")
 
 
-CALLABLES = """
-import functools, re
-
-def lengths(completions, factor):
-    return [factor * len(text) for text in completions]
-
-class Lengths:
-    def __call__(self, completions, **kwargs):
-        return [len(re.findall("[a-z]", text)) for text in completions]
-
-"""
+def test_the_arguments_are_those_of_trl(made):
+    """Copies: what the function changes in them changes nothing here."""
+    text = "from copy import deepcopy\ncalls = []\ndef score(**kwargs):\n    calls.append(deepcopy(kwargs))\n"
+    function = made(text + "    kwargs['completion_ids'].clear()\n    return [1, 2]\n")
+    ids = IDS.clone()
+    assert function(ids, MASK).tolist() == [1, 2]
+    assert torch.equal(ids, IDS)
+    assert function.function.__globals__["calls"] == [
+        {
+            "prompts": ["ab", "d"],
+            "completions": ["cd", "cba"],
+            "prompt_ids": [[0, 1], [3]],
+            "completion_ids": [[2, 3], [2, 1, 0]],
+        }
+    ]
+    function = made("def score(completions): return [len(text) for text in completions]\n")
+    assert function(IDS, MASK).tolist() == [2, 3]
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        "functools.partial(lengths, factor=1)",
-        "lambda completions, **kwargs: lengths(completions, 1)",
-        "Lengths()",
+        "[1, 2]",
+        "torch.tensor([1, 2], dtype=torch.bfloat16, requires_grad=True)",
+        "[np.float32(1), torch.tensor(2)]",
     ],
 )
-def test_what_can_be_called_is_a_function(made, value):
-    assert made(f"{CALLABLES}score = {value}\n")(IDS, MASK).tolist() == [2, 3]
-
-
-def test_what_is_not_awaited_or_left_out_is_refused_in_one_line(made, recwarn):
-    """Without Python's own warning that a coroutine was never awaited."""
-    function = made("async def score(completions):\n    return [0, 0]\n")
-    assert "is an async def: call asyncio.run" in error_of(lambda: function(IDS, MASK))
-    function = made("def score(completions):\n    return [0, None]\n")
-    assert "None for a completion: return 0.0" in error_of(lambda: function(IDS, MASK))
-    assert not recwarn.list
-
-
-def test_the_arguments_are_those_of_trl_and_the_arrays(made):
-    """Copies: what the function changes in them changes nothing here."""
-    text = "from copy import deepcopy\ncalls = []\ndef score(**kwargs):\n    calls.append(deepcopy(kwargs))\n"
-    text += (
-        "    kwargs['ids'][:] = 9; kwargs['masks'][:] = False; kwargs['completion_ids'].clear()\n"
-    )
-    function = made(text + "    return [1, 2]\n")
-    ids, mask = IDS.clone(), MASK.clone()
-    assert function(ids, mask).tolist() == [1, 2]
-    assert torch.equal(ids, IDS) and torch.equal(mask, MASK)
-    (given,) = function.function.__globals__["calls"]
-    assert given["prompts"] == ["ab", "d"] and given["completions"] == ["cd", "cba"]
-    assert given["prompt_ids"] == [[0, 1], [3]] and given["completion_ids"] == [[2, 3], [2, 1, 0]]
-    assert given["ids"].dtype == np.int64 and given["ids"].tolist() == IDS.tolist()
-    assert given["masks"].dtype == bool and given["masks"].tolist() == MASK.tolist()
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("[1, 2.5]", [1, 2.5]),
-        ("torch.tensor([1, 2], dtype=torch.bfloat16, requires_grad=True)", [1, 2]),
-        ("[np.float32(1), torch.tensor(2)]", [1, 2]),
-        ("[np.array([5, 6]), torch.tensor([7, 8, 9])]", [[0, 5, 6], [7, 8, 9]]),
-        # not written: not read
-        ("np.array([[math.nan, 5, 6], [7, 8, 9]])", [[0, 5, 6], [7, 8, 9]]),
-    ],
-)
-def test_numbers_of_sequences_and_of_tokens(made, value, expected):
+def test_numbers_of_several_kinds(made, value):
     rewards = made(returning(value))(IDS, MASK)
-    assert rewards.tolist() == expected
+    assert rewards.tolist() == [1, 2]
     assert rewards.dtype == torch.float32 and not rewards.requires_grad
-
-
-def test_all_calls_give_rewards_of_one_kind(made):
-    function = made(returning("[1, 2] if ids[0][0] else [[1, 2], [3, 4, 5]]"))
-    assert function(IDS, MASK).dim() == 2
-    assert "in one call and of tokens in another" in error_of(lambda: function(IDS.flip(0), MASK))
 
 
 @pytest.mark.parametrize(
@@ -159,21 +115,19 @@ def test_all_calls_give_rewards_of_one_kind(made):
         "'good'",
         "[]",
         "[1, 2, 3]",
-        "np.zeros((2, 4))",
-        "np.zeros((2, 3, 1))",
+        "np.zeros((2, 3))",
         "[[1, 2], [3]]",
-        "[1, [1, 2, 3]]",
+        "[1, None]",
         "[1, math.nan]",
-        "[1e13, 1]",
+        "[1, math.inf]",
         "[10 ** 400, 1]",
         "[1j, 1]",
-        "[[1, math.inf], [1, 2, 3]]",
-        "torch.zeros(2, device='meta')",
     ],
 )
-def test_anything_else_is_refused_with_the_rule(made, value):
+def test_anything_else_is_refused_in_one_line(made, value):
     line = error_of(lambda: made(returning(value))(IDS, MASK))
-    assert "mine.py:score: " in line and ("finite number" in line or "correct the function" in line)
+    assert "mine.py:score: " in line
+    assert "return a finite number for each of the 2" in line or "correct the function" in line
 
 
 @pytest.mark.parametrize(

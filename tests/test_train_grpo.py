@@ -54,7 +54,7 @@ short = lambda completions, **kwargs: [-len(text.split()) for text in completion
 
 class Capitals:
     def __call__(self, completions):
-        return [[float(letter.isupper()) for letter in text] for text in completions]
+        return [sum(letter.isupper() for letter in text) for text in completions]
 
 
 capitals = Capitals()
