@@ -289,4 +289,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, memory_option="--samples_per_chunk")

@@ -116,4 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, memory_option="--num_samples")

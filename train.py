@@ -356,4 +356,4 @@ def evaluate_checkpoint(settings: TrainSettings, ranks: Ranks, dtype: torch.dtyp
 
 
 if __name__ == "__main__":
-    run_main(main, RESUME_HINT, several_ranks=True)
+    run_main(main, RESUME_HINT, several_ranks=True, memory_option="--batch_size")

@@ -353,4 +353,4 @@ def evaluation_command(settings: GRPOSettings) -> str:
 
 
 if __name__ == "__main__":
-    run_main(main, RESUME_HINT)
+    run_main(main, RESUME_HINT, memory_option="--prompts_per_step")

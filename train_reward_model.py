@@ -238,4 +238,4 @@ def check_output(output: Path, settings: RewardModelSettings, lineage: Mapping[s
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, memory_option="--batch_size")

@@ -53,12 +53,13 @@ def run_main(
     main: Callable[[], None],
     resume_hint: str = "Run the same command again.",
     several_ranks: bool = False,
+    memory_option: str | None = None,
 ) -> None:
     """Run the main() of a script; turn errors that a user can cause into one line and an exit
     status.
 
     `resume_hint` is printed after the message of an interruption. Unless `several_ranks`, refuse
-    to run in several processes of torchrun.
+    to run in several processes of torchrun. memory_option: the option to lower if memory runs out.
     """
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     if num_processes > 1 and not several_ranks:
@@ -82,11 +83,12 @@ def run_main(
     except KeyboardInterrupt:
         _exit(f"Interrupted. {resume_hint}", 128 + signal.SIGINT, all_ranks=False)
     except (RuntimeError, MemoryError) as error:
-        reason = first_line(error)
-        if lacks_memory(error):
-            remedy = "use a smaller batch, model or dataset"
-            _exit(f"ERROR: out of memory ({reason}): {remedy}", EXIT_BAD_INPUT)
-        raise
+        if not lacks_memory(error):
+            raise
+        remedy = "use a smaller model or dataset"
+        if memory_option is not None:
+            remedy = f"lower {memory_option}, or {remedy}"
+        _exit(f"ERROR: out of memory ({first_line(error)}): {remedy}", EXIT_BAD_INPUT)
     except OSError as error:
         _exit(f"ERROR: {first_line(error)}", EXIT_BAD_INPUT)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.device import evaluating, free_memory
-from common.process import UserError, lacks_memory, require, warn
+from common.process import require
 from generation.kv_cache import KVCache
 from generation.sampling import Sampling, check_drawn, sample_tokens
 
@@ -91,8 +91,7 @@ class Completer:
     """`complete` for any number of rows: as many at a time as fit, in one cache for all calls.
 
     On CUDA, half of the free memory is for keys and values. Elsewhere at most DEFAULT_CPU_ROWS rows
-    and DEFAULT_CPU_MB are used, as more gain nothing. If memory runs out, it continues with half as
-    many rows, but at least the samples of one prompt. Raise UserError if these do not fit.
+    and DEFAULT_CPU_MB are used, as more gain nothing. The samples of a prompt stay together.
     """
 
     def __init__(self, model: Any, length: int) -> None:
@@ -113,22 +112,10 @@ class Completer:
         prompts, group = prefix_lengths.shape
         rows = prompts * group
         if rows <= self.rows or prompts == 1:
-            try:
-                if self._cache is None or rows > self._cache.most_rows:
-                    self._cache = None  # free the old one before the new one is made
-                    self._cache = KVCache(self.model, rows, self.length)
-                return complete(
-                    self.model, natural, prefix_lengths, uniforms, sampling, self._cache
-                )
-            except Exception as error:
-                if not lacks_memory(error):
-                    raise
-            self.release()
-            if prompts == 1:
-                way_out = "use fewer samples of a prompt, or a smaller model"
-                raise UserError(f"ERROR: {group} samples do not fit in memory: {way_out}")
-            self.rows = rows // 2
-            warn(f"out of memory with {rows} samples at a time; continuing with {self.rows}")
+            if self._cache is None or rows > self._cache.most_rows:
+                self._cache = None  # free the old one before the new one is made
+                self._cache = KVCache(self.model, rows, self.length)
+            return complete(self.model, natural, prefix_lengths, uniforms, sampling, self._cache)
         size = max(1, self.rows // group)  # whole prompts
         parts = []
         for start in range(0, prompts, size):

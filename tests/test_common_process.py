@@ -51,6 +51,13 @@ def test_an_error_that_a_user_can_cause_is_one_line_and_a_status(capsys, error, 
     assert err.startswith(message) and len(err.splitlines()) == 1
 
 
+def test_too_little_memory_names_the_option_to_lower(capsys):
+    error = Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"))
+    status, _, err = end_of(error, capsys, memory_option="--batch_size")
+    assert status == 2 and len(err.splitlines()) == 1
+    assert err.endswith(": lower --batch_size, or use a smaller model or dataset\n")
+
+
 def test_nothing_to_do_is_status_0_and_a_bug_keeps_its_traceback(capsys):
     finished = Mock(side_effect=Finished("model.pt is there."))
     assert end_of(finished, capsys) == (0, "model.pt is there.\n", "")
