@@ -27,7 +27,7 @@ from generation.completions import Completer
 from grpo.evaluation import PolicyEvaluation
 from losses import language_model_loss, perplexity, text_log_probs
 from metrics.bootstrap import block_means, bootstrap_blocks, format_figure
-from metrics.calibration import calibrated_losses, fit_calibration
+from metrics.calibration import fit_temperature, losses_at
 from metrics.reward_skill import better_than_constant
 from metrics.samples import MAX_CHARACTERS
 from metrics.settings import EvaluateSettings
@@ -183,11 +183,10 @@ def measure_losses(
     figures: dict[str, Any] = {}
     if settings.calibrate:
         select = batches_of_part(model, corpus.val, "select")
-        calibration, _ = fit_calibration(model, select, corpus.unigram)
-        calibrated = calibrated_losses(model, batches, calibration, corpus.unigram)
+        temperature, _ = fit_temperature(model, select)
+        calibrated = losses_at(model, batches, [temperature])[0]
         losses["calibrated_loss"] = calibrated
-        figures["temperature"] = calibration.temperature
-        figures["weight"] = calibration.weight
+        figures["temperature"] = temperature
         figures["blocks"] = block_means(calibrated, corpus.interval_tokens).tolist()
     for name, values in losses.items():
         figures.update(bootstrap_blocks(name, values, corpus.interval_tokens, SEED))
@@ -360,8 +359,8 @@ def describe(path: str, figures: dict[str, Any], settings: EvaluateSettings) -> 
             f"  loss - loss of {settings.baseline}: {format_figure(figures, 'difference', '+.4f')}"
         )
     if settings.calibrate:
-        fitted = f"temperature {figures['temperature']:.3f}, unigram weight {figures['weight']:.4f}"
-        print0(f"  calibrated ({fitted}): {format_figure(figures, 'calibrated_loss')}")
+        loss = format_figure(figures, "calibrated_loss")
+        print0(f"  calibrated (temperature {figures['temperature']:.3f}): {loss}")
         if settings.baseline is not None:
             print0(f"  its difference: {format_figure(figures, 'calibrated_difference', '+.4f')}")
 

@@ -33,7 +33,7 @@ from corpus.corpus import Corpus, open_corpus
 from data_loader import WholeSplitBatches, get_batch, validation_part
 from losses import perplexity, text_log_probs
 from metrics.bootstrap import bootstrap_blocks
-from metrics.calibration import fit_calibration
+from metrics.calibration import fit_temperature
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
@@ -339,7 +339,7 @@ def measure(
         )
         if name == "select_loss" and settings.keep == "calibrated_loss":
             result["calibrated_loss"] = ranks.run_on_rank0(
-                lambda: fit_calibration(model, batches, corpus.unigram)[1]
+                lambda: fit_temperature(model, batches)[1]
             )
     return result
 

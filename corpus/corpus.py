@@ -8,12 +8,10 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from common.log import print0
 from common.process import require
 from data_loader import dataset_folder, open_token_file
-from metrics.calibration import unigram_log_probs
 from tokenization_manager import TokenizationManager, detect_method
 
 # Losses of nearby tokens are correlated: smaller blocks would give too narrow intervals.
@@ -28,11 +26,6 @@ class Corpus:
     tokenizer: TokenizationManager
     train: np.ndarray
     val: np.ndarray
-
-    @cached_property
-    def unigram(self) -> Tensor:
-        """Return the log-frequencies (V,) float64 of the training tokens."""
-        return unigram_log_probs(self.train, self.tokenizer.vocab_size)
 
     @cached_property
     def characters_per_token(self) -> float:

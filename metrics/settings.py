@@ -30,7 +30,7 @@ class EvaluateSettings(Settings):
     baseline: str | None = setting(None, model_file="optional")
     """a generator with which the others are compared: paired difference of losses"""
     calibrate: bool = False
-    """also the loss after a temperature and a unigram weight, fitted on the select part"""
+    """also the loss at a temperature that is fitted on the select part"""
     samples: int | None = setting(None, minimum=2)
     """also measure so many samples, at the temperature where they are as diverse as natural text"""
     reward_model_path: str | None = setting(None, model_file="optional")

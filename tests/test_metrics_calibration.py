@@ -1,21 +1,11 @@
-"""metrics/calibration.py: the formula by hand, the minimum that is found, models that differ in
-sharpness alone.
-"""
+"""metrics/calibration.py: losses by hand, and models that differ only in sharpness."""
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from metrics.calibration import (
-    Calibration,
-    best_weight,
-    calibrated_losses,
-    fit_calibration,
-    mixed,
-    unigram_log_probs,
-)
+from metrics.calibration import fit_temperature, losses_at
 from model import GPT, GPTConfig
 
 V = 7
@@ -38,38 +28,20 @@ def test_calibration_finds_the_sharpness_of_a_model_and_its_losses_are_those_by_
     """Text that the model wrote needs none; for a model of twice the logits the temperature is
     twice as high.
     """
-    model, sharper, unigram = sharp_model(), sharp_model(2.0), unigram_log_probs(np.arange(V), V)
+    model, sharper = sharp_model(), sharp_model(2.0)
     ids = model.generate(torch.randint(V, (400, 1)), 7, generator=torch.Generator().manual_seed(1))
-    batches, by_hand = [(part[:, :-1], part[:, 1:]) for part in ids.split(150)], []
-    one, other = (fit_calibration(each, batches, unigram)[0] for each in (model, sharper))
-    assert one.temperature == pytest.approx(1, abs=0.08) and one.weight < 0.03
-    assert other.temperature == pytest.approx(2 * one.temperature, rel=0.03)
-    losses = [
-        calibrated_losses(each, batches, found, unigram)
-        for each, found in ((model, one), (sharper, other))
-    ]
-    assert losses[0].mean().item() == pytest.approx(losses[1].mean().item(), abs=1e-3)
-    assert (
-        calibrated_losses(sharper, batches, Calibration(1.0, 0.0), unigram).mean()
-        > losses[1].mean() + 0.05
-    )
+    batches = [(part[:, :-1], part[:, 1:]) for part in ids.split(150)]
+    temperature, loss = fit_temperature(model, batches)
+    sharper_temperature, sharper_loss = fit_temperature(sharper, batches)
+    assert temperature == pytest.approx(1, abs=0.08)
+    assert sharper_temperature == pytest.approx(2 * temperature, rel=0.03)
+    losses = losses_at(sharper, batches, [sharper_temperature, 1.0]).mean(1).tolist()
+    assert losses[0] == sharper_loss == pytest.approx(loss, abs=1e-3)
+    assert losses[1] > loss + 0.05
+    by_hand = []
     for row in ids[:20]:
         for t in range(7):
             weights = (model(row[None, : t + 1])[0][0, 0].double() / 1.5).exp()
-            by_hand.append(-math.log(0.9 * weights[row[t + 1]] / weights.sum() + 0.1 / V))
-    found = calibrated_losses(model, batches, Calibration(1.5, 0.1), unigram)[: len(by_hand)]
+            by_hand.append(-math.log(weights[row[t + 1]] / weights.sum()))
+    found = losses_at(model, batches, [1.5])[0, : len(by_hand)]
     assert found.tolist() == pytest.approx(by_hand, abs=1e-5)
-
-
-def test_the_weight_is_that_of_the_lowest_loss_and_the_unigram_counts_each_token_once_more():
-    generator = torch.Generator().manual_seed(0)
-    log_probs, unigram = (
-        -3 * torch.rand(500, generator=generator, dtype=torch.float64) for _ in range(2)
-    )
-    losses = [-mixed(log_probs, unigram, at / 100).mean().item() for at in range(100)]
-    assert best_weight(log_probs, unigram) == pytest.approx(
-        losses.index(min(losses)) / 100, abs=0.02
-    )
-    assert unigram_log_probs(np.array([0, 0, 2]), 3).exp().tolist() == pytest.approx(
-        [3 / 6, 1 / 6, 2 / 6]
-    )

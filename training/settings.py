@@ -94,7 +94,7 @@ class TrainSettings(Settings):
     warmup_iters: int = setting(20, minimum=0)
     """steps of linear warm-up"""
     keep: Literal["select_loss", "calibrated_loss"] = "select_loss"
-    """loss that selects the model; calibrated_loss: after a temperature and a unigram weight"""
+    """loss that selects the model; calibrated_loss: at a fitted temperature"""
     patience: int | None = setting(None, minimum=1, changeable=True)
     """stop after so many evaluations without improvement by 0.001 nats a character; None: never"""
     device: str = setting("auto", changeable=True)
