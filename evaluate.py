@@ -29,7 +29,6 @@ from losses import language_model_loss, perplexity, text_log_probs
 from metrics.bootstrap import block_means, bootstrap_blocks, format_figure
 from metrics.calibration import fit_temperature, losses_at
 from metrics.reward_skill import better_than_constant
-from metrics.samples import MAX_CHARACTERS
 from metrics.settings import EvaluateSettings
 from metrics.text_quality import Continuations, TextQuality
 from model import GPT
@@ -43,6 +42,7 @@ from training import checkpoint as ckpt
 from training.lineage import check_tokenizer, check_unseen, data_record, hash_model
 
 SEED = 42  # of intervals and samples
+MAX_CHARACTERS = 1 << 24  # of the natural texts that judge samples
 SWEEP_SAMPLES = 128  # samples of each temperature, by which a model's temperature is chosen
 NUM_PASSAGES = 4
 PROMPT_SHARE = 1 / 8  # of the context; the model writes the rest
@@ -336,7 +336,7 @@ def load_fresh_text(
     scorer = RewardScorer(reward_model, reference, functions)
     if settings.part != "whole":
         tokens = validation_part(tokens, reference.config.block_size, settings.part)
-    return PolicyEvaluation(scorer, corpus, None, SEED, "fresh", tokens, FRESH_PROMPTS)
+    return PolicyEvaluation(scorer, corpus, SEED, "fresh", tokens, FRESH_PROMPTS)
 
 
 def describe_fresh_text(figures: dict[str, Any], settings: EvaluateSettings) -> None:

