@@ -44,7 +44,6 @@ from training.settings import SHAPE, TrainSettings
 
 SHORT_SHARE = 0.6  # share of the steps that have short contexts, if any
 MIN_DELTA = 0.001  # nats per character: a smaller improvement does not reset the patience
-LIMITS = ("max_iters", "patience")  # a resumed run may change these
 EVAL_TOKENS = 65_536  # tokens of an evaluation, in evenly spaced windows that are always the same
 
 
@@ -81,11 +80,11 @@ def main() -> None:
     if settings.init_from == "resume":
         model, first_batch = model_to_resume(run)
     elif start is not None:
-        run.start(settings.overwrite, LIMITS)
+        run.start(settings.overwrite)
         model = start_model
         first_batch = (start["training"] or {}).get("batches") or 0  # not to repeat its batches
     else:
-        run.start(settings.overwrite, LIMITS)
+        run.start(settings.overwrite)
         model = new_model(settings, corpus.tokenizer)
     best = train(run, settings, model.to(ranks.device), first_batch, corpus, dtype)
 
@@ -99,7 +98,6 @@ def main() -> None:
     run.log(run.step, final=True, kept_step=best.at, **val_loss)
     characters = {"characters_per_token": corpus.characters_per_token}
     save_model(run, best_model, corpus, {**best.figures, **val_loss, **characters})
-    run.save(run.step, finished=True)
     print0(f"Saved {run.output}")
 
 

@@ -294,7 +294,7 @@ def start_run(settings: GRPOSettings, inputs: dict[str, Any]) -> Run:
     if settings.init_from == "resume":
         run.resume()
     else:
-        run.start(settings.overwrite, limits=("max_steps", "reward_threshold"))
+        run.start(settings.overwrite)
     return run
 
 
@@ -334,7 +334,6 @@ def report_outcome(
             )
     print0(f"Saved {run.output}")
     print0(f"Measure it on text that selected nothing:\n  {evaluation_command(settings)}")
-    run.save(run.step, finished=True)
 
 
 def evaluation_command(settings: GRPOSettings) -> str:

@@ -19,10 +19,9 @@ from torch import Tensor
 
 import reward_dataset_loader as loader
 from common.device import autocast, random_stream, seed_step, select_device
-from common.files import hash_bytes, hash_file
 from common.log import RunLog, counted, format_size, print0
-from common.process import Finished, UserError, run_main, warn
-from common.settings import changeable, differing_settings, parse_settings
+from common.process import require, run_main, warn
+from common.settings import parse_settings
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill, skill_figures
 from model import GPT
 from reward.batches import Split, batches_of, labels_of
@@ -36,7 +35,6 @@ from training.lineage import (
     check_same_fields,
     check_same_tokens,
     check_unseen,
-    hash_model,
 )
 from training.optimizers import Best, EarlyStopping, make_optimizers, take_step
 
@@ -49,6 +47,11 @@ def main() -> None:
     settings = parse_settings(RewardModelSettings, "train_reward_model")
     base_path = settings.base_model_path
     assert base_path is not None  # parse_settings has checked it
+    output = Path(settings.output_path)
+    require(
+        settings.overwrite or not output.exists(),
+        f"{output} exists: choose another output_path, or pass --overwrite True to replace it",
+    )
     device = select_device(settings.device)
 
     # data
@@ -74,19 +77,10 @@ def main() -> None:
 
     # model
     natural = generator
-    files = ("train_x.bin", "train_y.bin", "val_x.bin", "val_y.bin")
-    hashes = [hash_file(Path(settings.data_dir, name)) for name in files]
     if settings.natural_model_path is not None:
-        path = settings.natural_model_path
-        natural = load_natural_model(path, base, train_set.metadata)
-        hashes.append(hash_model(path))
+        natural = load_natural_model(settings.natural_model_path, base, train_set.metadata)
     model = make_model(settings, natural, generator).to(device).eval()
 
-    # output
-    inputs_sha256 = hash_bytes(" ".join(hashes).encode())
-    lineage = {"generator_sha256": base_sha256, "inputs_sha256": inputs_sha256}
-    output = Path(settings.output_path)
-    check_output(output, settings, lineage)
     size = sum(parameter.numel() for parameter in model.parameters())
     print0(f"{device}: {settings.head} head, {format_size(size)}; {len(train_set):,} samples")
     log = RunLog(output.with_suffix(".jsonl"))
@@ -106,7 +100,7 @@ def main() -> None:
 
     record = {
         "settings": asdict(settings),
-        **lineage,
+        "generator_sha256": base_sha256,
         **figures,
         "temperature": temperature,
         "top_k": train_set.metadata.get("top_k"),
@@ -213,28 +207,6 @@ def make_model(settings: RewardModelSettings, natural: GPT, generator: GPT) -> R
     model = LastRewardModel(config)
     model.load_state_dict(natural.state_dict(), strict=False)  # all but the head
     return model
-
-
-def check_output(output: Path, settings: RewardModelSettings, lineage: Mapping[str, str]) -> None:
-    """Raise Finished if it exists, UserError if it belongs to a different run."""
-    if settings.overwrite or not output.exists():
-        return
-    earlier = checkpoint.load_checkpoint(output)
-    training = earlier["training"] or {}
-    # Files of earlier versions lack new settings, whose defaults change nothing.
-    recorded = {**asdict(RewardModelSettings()), **training.get("settings", {}), **training}
-    current = {**asdict(settings), **lineage}
-    for name in changeable(type(settings)):
-        del current[name]
-    difference = differing_settings(recorded, current)
-    if difference:
-        raise UserError(
-            f"ERROR: {output} belongs to a different run ({difference}). "
-            "Choose another output_path, or pass --overwrite True to replace it."
-        )
-    raise Finished(
-        f"{output} was already made with these settings. Pass --overwrite True to make it again."
-    )
 
 
 if __name__ == "__main__":

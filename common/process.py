@@ -24,10 +24,6 @@ class UserError(ValueError):
     """Bad input. The message names the value, the rule it breaks, and the remedy."""
 
 
-class Finished(BaseException):
-    """There is nothing to do. run_main prints the message and ends with status 0."""
-
-
 def require(holds: bool, error: str) -> None:
     """Raise UserError unless `holds`."""
     if not holds:
@@ -75,9 +71,6 @@ def run_main(
             main()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    except Finished as finished:
-        if is_main_rank():
-            print(finished)
     except UserError as error:
         _exit(str(error), EXIT_BAD_INPUT)
     except KeyboardInterrupt:

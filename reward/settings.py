@@ -3,28 +3,37 @@
 python train_reward_model.py --help
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.settings import Errors, Settings, changeable, setting
+from common.settings import Errors, Settings, setting
+
+LAST_OPTIONS = (  # of a last head, which is trained
+    "reward_head_hidden_dim",
+    "learning_rate",
+    "batch_size",
+    "max_epochs",
+    "patience",
+    "min_delta",
+)
 
 
 @dataclass
 class RewardModelSettings(Settings):
     """Train a reward model on sequences that are natural up to a crossover."""
 
-    base_model_path: str | None = setting(None, model_file="required", changeable=True)
+    base_model_path: str | None = setting(None, model_file="required")
     """checkpoint of the generator that wrote the synthetic part (required)"""
-    data_dir: str = setting("data/reward_dataset", changeable=True)
+    data_dir: str = "data/reward_dataset"
     """reward dataset, made by prepare_reward_data.py"""
-    output_path: str = setting("logs/reward_model.pt", changeable=True)
+    output_path: str = "logs/reward_model.pt"
     """the reward model; its records (.jsonl) are next to it"""
-    overwrite: bool = setting(False, changeable=True)
-    """replace an output of other settings or inputs, or make it again"""
+    overwrite: bool = False
+    """replace an output that exists"""
     head: Literal["likelihood", "last"] = "likelihood"
     """likelihood: log-ratio of two models; last: a new head on a frozen trunk, trained on labels"""
-    natural_model_path: str | None = setting(None, model_file="optional", changeable=True)
+    natural_model_path: str | None = setting(None, model_file="optional")
     """model of natural text; a last head uses its trunk, or with None the generator's"""
     reward_head_hidden_dim: int = setting(256, minimum=1)
     """width of the hidden layer of a last head"""
@@ -38,7 +47,7 @@ class RewardModelSettings(Settings):
     """stop after this many epochs without improvement of the selection loss"""
     min_delta: float = setting(1e-5, minimum=0)
     """minimum decrease of the selection loss that resets patience"""
-    device: str = setting("auto", changeable=True)
+    device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
     seed: int = setting(42, minimum=0)
     """seed of the head's weights and the samples' order"""
@@ -63,11 +72,10 @@ class RewardModelSettings(Settings):
             f"make one with `{command}`",
             "Pass it with --natural_model_path",
         )
-        used = changeable(type(self)) | {"head", "seed"}
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name in LAST_OPTIONS:
+            value = getattr(self, name)
             errors.check(
-                field.name in used or value == field.default,
-                f"{field.name}={value} has no effect with head=likelihood",
-                f"Leave out --{field.name}, or choose --head last",
+                value == getattr(RewardModelSettings, name),
+                f"{name}={value} has no effect with head=likelihood",
+                f"Leave out --{name}, or choose --head last",
             )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common import process
-from common.process import Finished, UserError, flag_signals, run_main
+from common.process import UserError, flag_signals, run_main
 
 
 def end_of(main, capsys, **options) -> tuple[int, str, str]:
@@ -58,9 +58,7 @@ def test_too_little_memory_names_the_option_to_lower(capsys):
     assert err.endswith(": lower --batch_size, or use a smaller model or dataset\n")
 
 
-def test_nothing_to_do_is_status_0_and_a_bug_keeps_its_traceback(capsys):
-    finished = Mock(side_effect=Finished("model.pt is there."))
-    assert end_of(finished, capsys) == (0, "model.pt is there.\n", "")
+def test_a_bug_keeps_its_traceback(capsys):
     with pytest.raises(RuntimeError, match="a bug"):
         end_of(Mock(side_effect=RuntimeError("a bug")), capsys)
 

@@ -8,7 +8,7 @@ run of the same settings and inputs ends in the same tensors.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from typing import Any
 from common.distributed import ONE_RANK, Ranks
 from common.files import load_state, lock_output, reading, save_state
 from common.log import RunLog, print0, progress, start_tracker
-from common.process import Finished, UserError, flag_signals, require
+from common.process import flag_signals, require
 from common.settings import Settings, changeable, differing_settings
 
 RESUME_HINT = (
     "Continue with --init_from resume. If nothing was saved yet, run the same command again."
 )
 WAY_OUT = "pass --overwrite True, without --init_from resume, to start over"
-STATE_TYPES = {"settings": dict, "input_hashes": dict, "parts": dict, "step": int, "finished": bool}
+STATE_TYPES = {"settings": dict, "input_hashes": dict, "parts": dict, "step": int}
 
 
 class Run:
@@ -58,53 +58,32 @@ class Run:
         if ranks.rank == 0:
             lock_output(self.output)
 
-    def start(self, overwrite: bool, limits: Iterable[str] = ()) -> None:
-        """Check that a new run replaces nothing of value.
-
-        `limits` names the settings that a resumed run may change although they change the result.
-        Raise Finished if the same settings and inputs have already made the output.
-        """
-        if overwrite:
-            return
-        state = self._read_state()
-        if state is None:
-            if self.output.exists():
-                raise UserError(
-                    f"ERROR: {self.output} exists, but no state of its run is stored next to it: "
-                    "choose another output, or pass --overwrite True to replace it"
-                )
-            return
-        difference = self._difference(state, changeable(type(self.settings)) - set(limits))
-        if difference:
-            raise UserError(
-                f"ERROR: {self.output} belongs to a different run ({difference}). Choose "
-                "another output, pass --overwrite True to replace it, or pass --init_from resume "
-                "to continue that run with its own settings."
+    def start(self, overwrite: bool) -> None:
+        """Raise UserError if a new run would replace an earlier one, unless `overwrite`."""
+        for path in (self.output, self.state_path):
+            require(
+                overwrite or not path.exists(),
+                f"{path} exists: pass --init_from resume to continue its run, --overwrite True to "
+                "replace it, or choose another output",
             )
-        require(
-            state["finished"] and self.output.exists(),
-            f"{self.output} has a run of these settings that was interrupted: "
-            "pass --init_from resume to continue, or --overwrite True to start over",
-        )
-        raise Finished(
-            f"{self.output} was already made with these settings. "
-            "Pass --overwrite True to make it again."
-        )
 
     def resume(self) -> dict[str, Any]:
         """Read the state of the output's run, and return its saved parts by name."""
-        state = self._read_state()
-        if state is None:
-            raise UserError(
-                f"ERROR: nothing to resume: {self.state_path} not found; use --init_from "
-                "scratch. train.py also starts from checkpoints: --init_from nanoGPT/out/ckpt.pt"
-            )
+        require(
+            self.state_path.is_file(),
+            f"nothing to resume: {self.state_path} not found; use --init_from scratch. "
+            "train.py also starts from checkpoints: --init_from nanoGPT/out/ckpt.pt",
+        )
+        # Only rank 0 writes the state, so only rank 0 reads it.
+        state = self.ranks.run_on_rank0(lambda: load_state(self.state_path, WAY_OUT))
+        with self.reading():
+            for name, kind in STATE_TYPES.items():
+                require(type(state[name]) is kind, f"{name}={state[name]!r:.40}")
         difference = self._difference(state, changeable(type(self.settings)))
-        if difference:
-            raise UserError(
-                f"ERROR: {self.state_path} belongs to a different run ({difference}); "
-                "choose another output"
-            )
+        require(
+            not difference,
+            f"{self.state_path} belongs to a different run ({difference}); choose another output",
+        )
         self.is_resumed = True
         self.step = state["step"]
         self.saved = state["parts"]
@@ -112,17 +91,6 @@ class Run:
         self.input_hashes = state["input_hashes"]
         print0(f"Resuming {self.state_path} at step {self.step}")
         return self.saved
-
-    def _read_state(self) -> dict[str, Any] | None:
-        """Return the saved state, or None. Raise UserError if it is damaged."""
-        # Only rank 0 writes the state, so only rank 0 reads it.
-        if not self.ranks.run_on_rank0(self.state_path.is_file):
-            return None
-        state = self.ranks.run_on_rank0(lambda: load_state(self.state_path, WAY_OUT))
-        with self.reading():
-            for name, kind in STATE_TYPES.items():
-                require(type(state[name]) is kind, f"{name}={state[name]!r:.40}")
-        return state
 
     def _difference(self, state: Mapping[str, Any], ignored: set[str]) -> str:
         """Return how a state's settings and inputs differ from this run's, or ""."""
@@ -195,8 +163,8 @@ class Run:
             tracker = start_tracker(settings, self.output)
         return RunLog(self.log_path, last_kept, tracker)
 
-    def save(self, step: int, finished: bool = False) -> None:
-        """Write the state after `step` steps, on rank 0; `finished` once the output is written."""
+    def save(self, step: int) -> None:
+        """Write the state after `step` steps, on rank 0."""
         if self.ranks.rank != 0:
             return
         parts = {}
@@ -204,7 +172,6 @@ class Run:
             parts[name] = dict(part.state_dict()) if hasattr(part, "state_dict") else part
         state = {
             "step": step,
-            "finished": finished,
             "settings": self.first_settings,
             "input_hashes": self.input_hashes,
             "parts": parts,
