@@ -110,19 +110,6 @@ def test_when_a_rank_dies_all_end_and_nothing_is_half_written(tmp_path, corpus):
     assert f"Saved {folder}" in succeed("train", **longer)
 
 
-def test_a_bug_keeps_its_traceback(tmp_path):
-    lines = "import torch, common.distributed, common.process\ndef main():\n"
-    lines += "    ranks = common.distributed.start_ranks(torch.device('cpu'))\n    ranks.sum(1.0)\n"
-    lines += "    if ranks.rank == 1: raise RuntimeError('a bug')\n    ranks.sum(1.0)\n"
-    (tmp_path / "faulty.py").write_text(
-        f"{lines}common.process.run_main(main, several_ranks=True)\n"
-    )
-    process = start_ranks_of(tmp_path / "faulty.py")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert err.count("RuntimeError: a bug") == 1
-
-
 def test_sigterm_to_torchrun_saves_on_rank_0(tmp_path, corpus):
     process, options, _ = start_ranks_and_wait(tmp_path / "out", corpus)
     process.terminate()

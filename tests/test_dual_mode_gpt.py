@@ -76,32 +76,29 @@ def test_num_parameters_counts_tied_weights_once_and_positions_never():
 
 
 def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
-    """The trunk's output (B, T, C) float64; rotary positions are complex numbers."""
+    """The trunk's output (B, T, C) float64, of torch's functions; rotary positions are complex
+    numbers.
+    """
     config = model.config
     weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
-    head_dim = config.n_embd // config.n_head
-    half = head_dim // 2
-    T = idx.size(1)
+    B, T = idx.shape
+    half = config.n_embd // config.n_head // 2
     angles = torch.outer(torch.arange(T), 10000.0 ** -(torch.arange(half).double() / half))
     turn = torch.polar(torch.ones_like(angles), angles)  # (T, D / 2)
-    is_later = torch.ones(T, T).triu(1).bool()
 
     def parameters(name):
-        return weights[f"transformer.{name}.weight"], weights.get(f"transformer.{name}.bias", 0.0)
+        return weights[f"transformer.{name}.weight"], weights.get(f"transformer.{name}.bias")
 
     def linear(name, x):
-        weight, bias = parameters(name)
-        return x @ weight.T + bias
+        return F.linear(x, *parameters(name))
 
     def norm(name, x):
-        weight, bias = parameters(name)
-        variance = x.var(-1, unbiased=False, keepdim=True)
-        return (x - x.mean(-1, keepdim=True)) / torch.sqrt(variance + 1e-5) * weight + bias
+        return F.layer_norm(x, x.shape[-1:], *parameters(name))
 
-    def rotated(x):  # (B, T, H, D) -> (B, T, H, D)
+    def rotated(x):  # (B, H, T, D) -> (B, H, T, D)
         if config.position == "learned":
             return x
-        z = torch.complex(x[..., :half], x[..., half:]) * turn[:, None]
+        z = torch.complex(x[..., :half], x[..., half:]) * turn
         return torch.cat((z.real, z.imag), -1)
 
     x = weights["transformer.wte.weight"][idx]
@@ -109,13 +106,11 @@ def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
         x = x + weights["transformer.wpe.weight"][:T]
     for layer in range(config.n_layer):
         qkv = linear(f"h.{layer}.attn.c_attn", norm(f"h.{layer}.ln_1", x))
-        q, k, v = qkv.view(*idx.shape, 3, config.n_head, head_dim).unbind(2)
-        scores = torch.einsum("bihd,bjhd->bhij", rotated(q), rotated(k)) / math.sqrt(head_dim)
-        attention = scores.masked_fill(is_later, -math.inf).softmax(-1)
-        heads = torch.einsum("bhij,bjhd->bihd", attention, v).flatten(2)
-        x = x + linear(f"h.{layer}.attn.c_proj", heads)
+        q, k, v = qkv.view(B, T, 3, config.n_head, 2 * half).transpose(1, 3).unbind(2)
+        heads = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+        x = x + linear(f"h.{layer}.attn.c_proj", heads.transpose(1, 2).flatten(2))
         h = linear(f"h.{layer}.mlp.c_fc", norm(f"h.{layer}.ln_2", x))
-        x = x + linear(f"h.{layer}.mlp.c_proj", h * 0.5 * (1 + torch.erf(h / math.sqrt(2))))
+        x = x + linear(f"h.{layer}.mlp.c_proj", F.gelu(h))
     return norm("ln_f", x)
 
 
