@@ -18,7 +18,8 @@ Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) re
                 tokens (k3). With a likelihood head, credit=auto is exact: without advantages, the
                 update descends KL(pi || m) over the whole vocabulary; m is the head's mixture.
                 Reward functions have no distribution: their advantages enter the objective above
-    evaluate    measure the policy on other prompts; the best evaluated policy is kept
+    evaluate    measure the policy on other prompts; the best evaluated policy is kept, with
+                functions the last
 
 Shapes: P prompts (prompts_per_step), G completions of each (group_size), R = P * G rows, N tokens
 in a row (block_size of the generator), V token ids. A row is a prompt of 1 to N / 2 tokens and its
@@ -44,7 +45,7 @@ from grpo.evaluation import PolicyEvaluation
 from grpo.rewards import compute_advantages, step_figures
 from grpo.rollouts import sample
 from grpo.settings import GRPOSettings, resolve
-from grpo.stopping import BestAtTask, Stops, selection_value
+from grpo.stopping import Stops, selection_value
 from grpo.update import Updater
 from metrics.bootstrap import MIN_BLOCKS, format_figure
 from metrics.reward_skill import better_than_constant
@@ -93,14 +94,14 @@ def main() -> None:
     stops = Stops(settings, corpus.characters_per_token)
     update = Updater(policy, scorer.reward_model, settings, device, stops.cap("kl_step"))
     schedule = Schedule(settings.lr_schedule, settings.max_steps, int(WARMUP * settings.max_steps))
-    best = BestAtTask() if settings.reward_function else Best()
+    best = Best()
     run.track(policy=policy, optimizers=update.optimizers, schedule=schedule)
     run.track(stops=stops, best=best)
     schedule.check_num_steps("max_steps", settings.max_steps)
     if not run.is_resumed:
         figures = evaluate(completer)
         stops.start(figures)
-        best.update(selection_value(figures), 0, policy.state_dict().items(), figures)
+        best.update(selection_value(figures, 0), 0, policy.state_dict().items(), figures)
         run.log(0, **figures)
         run.save(0)
     warned_of_flat_groups = False
@@ -154,7 +155,7 @@ def main() -> None:
         # Evaluate: the loss on natural text, and fresh completions of the same prompts each time.
         # A policy that exceeds a cap (on its KL, or on that loss) ends the run and is not kept. Of
         # the others, the start included, the one with the lowest selection value is kept; with
-        # functions, the lowest of those that are best at the task.
+        # functions, the last one.
         if is_evaluated:
             # If the updates of this step ended early, its KL is already in kl_update.
             if (
@@ -166,7 +167,7 @@ def main() -> None:
             figures.update(evaluation)
             stops.evaluation(figures)
             if not stops.broken_cap:
-                value = selection_value(evaluation)
+                value = selection_value(evaluation, num_steps)
                 best.update(value, num_steps, policy.state_dict().items(), evaluation)
 
         run.log(num_steps, quiet=not is_evaluated, **figures)

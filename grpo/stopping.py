@@ -4,15 +4,14 @@ python -c "from grpo.stopping import Stops; help(Stops)"
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from common.process import warn
 from grpo.settings import GRPOSettings
-from training.optimizers import Best, EarlyStopping, SavedAttributes
+from training.optimizers import EarlyStopping, SavedAttributes
 
 LARGEST_WINDOW = 10  # steps
 # A plateau: the objective has not risen by PLATEAU_MIN_DELTA in PLATEAU_WINDOWS windows of steps.
@@ -26,7 +25,6 @@ CAPS = {
     "kl_step": 0.2,  # KL from the policy before the step
     "loss_rise": 0.3,  # loss on natural text minus the start's
 }
-WIDTH_OF_INTERVAL = 3.92  # of a 95% interval, in standard errors
 
 
 class Stops(SavedAttributes):
@@ -116,55 +114,14 @@ class Stops(SavedAttributes):
         return None
 
 
-def selection_value(figures: Mapping[str, Any]) -> float:
-    """Return the value of an evaluated policy; the policy with the lowest value is kept.
+def selection_value(figures: Mapping[str, Any], num_steps: int) -> float:
+    """Return the value of a policy evaluated after so many steps; that of the lowest is kept.
 
-    With a reward function: the KL to the mixture if there is one, else to the start; `BestAtTask`
-    compares only the policies with the highest function reward. With a likelihood head: the KL to
-    its mixture. Otherwise the distance of P(natural) from that of natural text.
+    With a reward function the last one has the lowest. With a likelihood head it is the KL to its
+    mixture. Otherwise it is the distance of P(natural) from that of natural text.
     """
     if "fresh_function_reward" in figures:
-        return figures.get("kl_mixture", figures["kl_now"])
+        return -num_steps
     if "kl_mixture" in figures:
         return figures["kl_mixture"]
     return abs(figures["fresh_reward"] - figures["natural_reward"])
-
-
-class BestAtTask(Best):
-    """With reward functions: keeps the policy with the lowest value among the best at the task.
-
-    The best at the task are the policies whose `fresh_function_reward` is at least the highest one
-    minus its standard error. Several are stored, because the highest reward may still rise. A
-    policy is dropped for good if it falls below, or if one that is preferred to it has at least its
-    reward.
-    """
-
-    saved = (*Best.saved, "policies")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.policies: list[dict[str, Any]] = []  # value, at, figures and weights of each
-
-    def update(
-        self, value: float, at: int, weights: Iterable[tuple[str, Tensor]], figures: dict[str, Any]
-    ) -> None:
-        """Copy the weights of step `at`, drop policies that are worse at the task, and choose."""
-        policy = Best()
-        policy.update(value, at, weights, figures)
-        # Of equal values the earliest comes first. A policy can be chosen later only if all those
-        # before it have a lower reward.
-        candidates = sorted([*self.policies, policy.state_dict()], key=lambda each: each["value"])
-        self.policies = candidates[:1]
-        for candidate in candidates:
-            if task_reward(candidate) > task_reward(self.policies[-1]):
-                self.policies.append(candidate)
-        best = self.policies[-1]["figures"]
-        width = best["fresh_function_reward_high"] - best["fresh_function_reward_low"]
-        least = best["fresh_function_reward"] - width / WIDTH_OF_INTERVAL
-        self.policies = [each for each in self.policies if task_reward(each) >= least]
-        self.load_state_dict({**self.policies[0], "policies": self.policies})
-
-
-def task_reward(policy: Mapping[str, Any]) -> float:
-    """Return the reward of a stored policy by the functions."""
-    return policy["figures"]["fresh_function_reward"]

@@ -171,16 +171,19 @@ def test_with_a_function_a_rise_of_the_loss_warns_once(capsys):
     assert re.match("cap: kl_now .* lower function_weight, else raise beta$", resumed.reason())
 
 
-@pytest.mark.parametrize(("is_ratio", "kept"), [(True, 20), (False, 30)])
-def test_the_best_policy_by_what_the_reward_asks_for(is_ratio, kept):
-    """The start is a candidate, and of equals the first is kept."""
+@pytest.mark.parametrize(("more", "kept"), [("kl_mixture", 20), ("", 30), ("function", 40)])
+def test_the_best_policy_by_what_the_reward_asks_for(more, kept):
+    """The start is a candidate, and of equals the first is kept. With a function it is the last."""
     looks = [(0, 0.09, 0.3, 2.0), (10, 0.05, 0.4, 1.9), (20, 0.04, 0.5, 1.9), (30, 0.04, 0.58, 2.1)]
+    looks.append((40, 0.2, 0.9, 2.2))
     best = Best()
     for step, mixture, fresh, loss in looks:
         figures = {"fresh_reward": fresh, "natural_reward": 0.6, "select_loss": loss}
-        if is_ratio:
+        if more:
             figures["kl_mixture"] = mixture
-        best.update(selection_value(figures), step, [("w", torch.tensor(step))], figures)
+        if more == "function":
+            figures["fresh_function_reward"] = 0.5
+        best.update(selection_value(figures, step), step, [("w", torch.tensor(step))], figures)
     assert (best.at, best.weights["w"].item(), best.figures["select_loss"]) == (
         kept,
         kept,

@@ -1,4 +1,4 @@
-"""Several rewards: the advantages and gradient of each part, and which policy is kept."""
+"""Several rewards: the advantages and gradient of each part."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,6 @@ from grpo.policy_loss import group_advantages, token_advantages
 from grpo.rewards import compute_advantages, sequence_rewards, token_rewards
 from grpo.rollouts import Rollouts
 from grpo.settings import GRPOSettings
-from grpo.stopping import BestAtTask, selection_value
 from model import GPT
 from reward.scorer import FunctionScores, RewardScorer, Scores
 
@@ -67,26 +66,3 @@ def test_functions_add_their_sampled_gradient_to_the_exact_one(monkeypatch):
         monkeypatch.setattr(update_module, "PIECE_LOGITS", logits)
         found = gradient(both, batch, exact)[0]
         torch.testing.assert_close(found, of_model + of_functions, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("kl", ["kl_mixture", "kl_now"])
-def test_with_functions_the_nearest_of_the_best_at_the_task_is_kept(kl):
-    """The standard error is 0.1. The state has only policies that may still be kept."""
-    looks = [(0.0, 0.0, [0]), (0.5, 0.3, [1]), (0.45, 0.2, [2, 1]), (0.56, 0.25, [3])]
-    looks += [(0.54, 0.25, [3]), (0.6, 0.4, [3, 5]), (0.601, 0.2, [6]), (0.601, 0.2, [6])]
-    best = BestAtTask()
-    chosen = []
-    for step, (reward, divergence, stored) in enumerate(looks):
-        figures = {
-            "fresh_function_reward": reward,
-            "fresh_function_reward_low": reward - 0.196,
-            "fresh_function_reward_high": reward + 0.196,
-            "kl_now": 9.0,
-            kl: divergence,
-        }
-        weights = [("w", torch.tensor(step))]
-        best.update(selection_value(figures), step, weights, figures)
-        assert [policy["at"] for policy in best.policies] == stored
-        assert (best.value, best.weights["w"].item()) == (looks[best.at][1], best.at)
-        chosen.append(best.at)
-    assert chosen == [0, 1, 2, 3, 3, 3, 6, 6]

@@ -399,7 +399,7 @@ def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
     good, tmp_path, monkeypatch, more
 ):
     """Interrupted once, and ended once: the state has the last policy, not the one that was
-    kept; with functions all that may be kept.
+    kept.
     """
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(FUNCTIONS)

@@ -265,7 +265,7 @@ class EarlyStopping(SavedAttributes):
 class Best(SavedAttributes):
     """Keeps the weights with the lowest value, and their figures; ties keep the earlier ones."""
 
-    saved: ClassVar[tuple[str, ...]] = ("value", "at", "figures", "weights")
+    saved = ("value", "at", "figures", "weights")
 
     def __init__(self) -> None:
         self.value = math.inf
