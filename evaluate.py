@@ -183,7 +183,7 @@ def measure_losses(
     figures: dict[str, Any] = {}
     if settings.calibrate:
         select = batches_of_part(model, corpus.val, "select")
-        temperature, _ = fit_temperature(model, select)
+        temperature = fit_temperature(model, select)
         calibrated = losses_at(model, batches, [temperature])[0]
         losses["calibrated_loss"] = calibrated
         figures["temperature"] = temperature

@@ -33,7 +33,6 @@ from corpus.corpus import Corpus, open_corpus
 from data_loader import WholeSplitBatches, get_batch, validation_part
 from losses import perplexity, text_log_probs
 from metrics.bootstrap import bootstrap_blocks
-from metrics.calibration import fit_temperature
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
@@ -91,7 +90,7 @@ def main() -> None:
     # the best model, evaluated on the whole validation split
     print0(f"Stopped at step {run.step} by {run.reason}")
     loss_text = f"{best.value:.4f} (perplexity {perplexity(best.value):.3f})"
-    print0(f"Best {settings.keep}: {loss_text}, at step {best.at}")
+    print0(f"Best select_loss: {loss_text}, at step {best.at}")
     best_model = copy.deepcopy(model)  # the state keeps the last model
     best.restore(best_model)
     val_loss = measure(best_model, corpus, settings, ranks, dtype, "val_loss")
@@ -148,7 +147,7 @@ def train(
             # Losses at shorter contexts are higher: no evaluation is compared with them.
             best.value = math.inf
             stopping.best = math.inf
-        loss = losses[settings.keep]
+        loss = losses["select_loss"]
         stopping.update(loss)
         best.update(loss, step, model.state_dict().items(), record)
         run.save(step)
@@ -335,10 +334,6 @@ def measure(
         result: dict[str, Any] = ranks.run_on_rank0(
             lambda: bootstrap_blocks(name, losses, corpus.interval_tokens, settings.seed)
         )
-        if name == "select_loss" and settings.keep == "calibrated_loss":
-            result["calibrated_loss"] = ranks.run_on_rank0(
-                lambda: fit_temperature(model, batches)[1]
-            )
     return result
 
 

@@ -78,7 +78,6 @@ train = dict(
     max_iters=600,
     warmup_iters=3,
     lr_schedule="cooldown",
-    keep="calibrated_loss",
     eval_interval=300,
 )
 
@@ -98,7 +97,6 @@ natural_model = dict(
     max_iters=1250,
     warmup_iters=3,
     lr_schedule="cooldown",
-    keep="calibrated_loss",
     eval_interval=625,
     seed=1338,
 )
@@ -144,7 +142,6 @@ control_plain = dict(
     max_iters=2000,
     warmup_iters=3,
     lr_schedule="cooldown",
-    keep="calibrated_loss",
     eval_interval=400,
 )
 

@@ -36,15 +36,11 @@ def losses_at(model: Any, batches: Batches, temperatures: Sequence[float]) -> Te
     return torch.stack([torch.cat(parts) for parts in losses])
 
 
-def fit_temperature(model: Any, batches: Batches) -> tuple[float, float]:
-    """Return the temperature with the lowest mean loss on batches, and that loss.
-
-    The batches are read twice.
-    """
+def fit_temperature(model: Any, batches: Batches) -> float:
+    """Return the temperature with the lowest mean loss on batches, which are read twice."""
     best = 1.0
-    best_loss = 0.0
     for ratio, steps in SEARCHES:
         temperatures = [best * ratio**step for step in range(-steps, steps + 1)]
         losses = losses_at(model, batches, temperatures).mean(1).tolist()
-        best_loss, best = min(zip(losses, temperatures, strict=True))
-    return best, best_loss
+        best = temperatures[losses.index(min(losses))]
+    return best

@@ -169,11 +169,8 @@ def select_losses(ledger: Ledger) -> tuple[float, float] | None:
     natural = ledger.figures("natural_model_v1")
     if not natural or "characters_per_token" not in generator:  # records of earlier versions
         return None
-    name = "select_loss"
-    if "calibrated_loss" in generator and "calibrated_loss" in natural:
-        name = "calibrated_loss"
     characters = generator["characters_per_token"]
-    return generator[name] / characters, natural[name] / characters
+    return generator["select_loss"] / characters, natural["select_loss"] / characters
 
 
 def reason(ledger: Ledger) -> str:

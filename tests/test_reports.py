@@ -201,10 +201,10 @@ def test_headline():
 
 
 def test_a_natural_model_that_is_hardly_better_comes_first():
-    """In nats per character of the select part, calibrated if both were selected so."""
+    """In nats per character of the select part."""
     figures_of_natural = {"select_loss": 1.89 * CHARACTERS}
     assert len(headline(make_ledger(natural_model_v1=figures_of_natural))) == 4
-    figures_of_natural = {"select_loss": 1.91 * CHARACTERS, "calibrated_loss": 1.5}
+    figures_of_natural = {"select_loss": 1.91 * CHARACTERS}
     line = headline(make_ledger(natural_model_v1=figures_of_natural))[0]
     start = "Expect text that is hardly more natural: the natural model's loss, 1.91 nats per char"
     assert line.startswith(start)

@@ -93,8 +93,6 @@ class TrainSettings(Settings):
     """context lengths, in tokens, of the first 60 % of steps, like 8 16; empty: block_size"""
     warmup_iters: int = setting(20, minimum=0)
     """steps of linear warm-up"""
-    keep: Literal["select_loss", "calibrated_loss"] = "select_loss"
-    """loss that selects the model; calibrated_loss: at a fitted temperature"""
     patience: int | None = setting(None, minimum=1, changeable=True)
     """stop after so many evaluations without improvement by 0.001 nats a character; None: never"""
     device: str = setting("auto", changeable=True)
