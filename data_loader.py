@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -175,6 +175,16 @@ def dataset_folder(name: str | Path) -> Path:
 def hash_tokens(tokens: np.ndarray) -> str:
     """Return the sha256 of the tokens as uint16; a memory-mapped file and its text agree."""
     return hash_bytes(np.ascontiguousarray(tokens, dtype=TOKEN_DTYPE).data)
+
+
+def data_record(train: np.ndarray, val: np.ndarray) -> dict[str, Any]:
+    """Return a checkpoint's record of its data: sizes and hashes of both splits' tokens."""
+    return {
+        "train_tokens": len(train),
+        "val_tokens": len(val),
+        "train_sha256": hash_tokens(train),
+        "val_sha256": hash_tokens(val),
+    }
 
 
 class ValidationParts(NamedTuple):

@@ -39,7 +39,7 @@ from reward.scorer import RewardScorer
 from reward.user_function import load_functions
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
-from training.lineage import check_tokenizer, check_unseen, data_record, hash_model
+from training.lineage import check_tokenizer
 
 SEED = 42  # of intervals and samples
 MAX_CHARACTERS = 1 << 24  # of the natural texts that judge samples
@@ -153,11 +153,9 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
 
 
 def load_model(path: str, settings: EvaluateSettings, corpus: Corpus, device: torch.device) -> GPT:
-    """Load a generator that reads the corpus's tokens; warn if it may have seen the test split."""
+    """Load a generator that reads the corpus's tokens."""
     checkpoint = ckpt.load_checkpoint(path)
     check_tokenizer(checkpoint, corpus.tokenizer)
-    if settings.split == "test":
-        check_unseen(checkpoint["data"], data_record(corpus.train, corpus.val), path)
     model: GPT = ckpt.build_model(checkpoint, path, device)
     return model
 
@@ -282,9 +280,8 @@ def is_ours(path: str, output_path: str | None) -> bool:
 
 def save_temperature(path: str, temperature: float) -> None:
     """Write the temperature beside a checkpoint, for sample.py; warn if that is impossible."""
-    record = {"sha256": hash_model(path), "temperature": temperature}
     try:
-        write_json(Path(path).with_suffix(".sampling.json"), record)
+        write_json(Path(path).with_suffix(".sampling.json"), {"temperature": temperature})
     except OSError as error:
         warn(f"the temperature is not saved for sample.py: {error}")
 

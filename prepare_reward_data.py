@@ -20,7 +20,7 @@ from common.files import atomic_folder, atomic_path
 from common.log import format_size, print0, progress
 from common.process import require, run_main
 from common.settings import parse_settings
-from data_loader import evenly_spaced, load_binary, load_text
+from data_loader import data_record, evenly_spaced, load_binary, load_text
 from generation.completions import Completer, generate
 from generation.sampling import Sampling
 from model import GPT, GPTConfig
@@ -28,7 +28,7 @@ from reward_data_config import RewardDataConfig
 from reward_dataset_loader import FORMAT_VERSION, write_metadata
 from tokenization_manager import TokenizationInfo, TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
-from training.lineage import check_same_splits, check_tokenizer, data_record, hash_model
+from training.lineage import check_same_splits, check_tokenizer, hash_model
 
 BLOCKS = 64  # blocks of a batch, each with all its samples
 SAMPLING = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")

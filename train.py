@@ -37,7 +37,7 @@ from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 from training import optimizers as optim
-from training.lineage import check_same_splits, check_tokenizer, data_record, hash_model
+from training.lineage import check_same_splits, check_tokenizer
 from training.run import RESUME_HINT, Run
 from training.settings import SHAPE, TrainSettings
 
@@ -65,16 +65,12 @@ def main() -> None:
         start, start_model = load_start(settings, settings.start_path)
         block_size = start_model.config.block_size
     corpus = open_corpus(settings.dataset, block_size + 1)
-    data = ranks.run_on_rank0(lambda: data_record(corpus.train, corpus.val))
-    input_hashes: dict[str, Any] = {"data": data}
     if start is not None:
         check_tokenizer(start, corpus.tokenizer)
-        check_same_splits(start["data"], data, allow_mismatch=None)
-    if settings.init_from != "resume":  # a resumed run continues from its state
-        input_hashes["start"] = settings.start_path and hash_model(settings.start_path)
+        check_same_splits(start["data"], corpus.record)
 
     # model: of the run to resume, of the checkpoint, or new
-    run = Run(output_path(settings), settings, input_hashes, ranks)
+    run = Run(output_path(settings), settings, ranks)
     first_batch = 0
     if settings.init_from == "resume":
         model, first_batch = model_to_resume(run)
@@ -199,7 +195,7 @@ def train(
 def save_model(run: Run, model: GPT, corpus: Corpus, record: dict[str, Any]) -> None:
     """Write the checkpoint of a model, with a record of its training."""
     tokenization = corpus.tokenizer.to_record()
-    ckpt.save_checkpoint(run.output, model, tokenization, run.input_hashes["data"], record)
+    ckpt.save_checkpoint(run.output, model, tokenization, corpus.record, record)
 
 
 def output_path(settings: TrainSettings) -> Path:

@@ -54,7 +54,7 @@ from reward.heads import load_reward_model
 from reward.scorer import RewardScorer
 from reward.user_function import load_functions
 from training.checkpoint import build_model, load_checkpoint, save_checkpoint
-from training.lineage import check_same_splits, check_tokenizer, data_record, hash_model
+from training.lineage import check_same_splits, check_tokenizer
 from training.optimizers import Best, Schedule
 from training.run import RESUME_HINT, Run
 
@@ -77,6 +77,7 @@ def main() -> None:
     base = load_checkpoint(base_path)
     corpus = open_corpus(settings.dataset, base["config"].block_size + 1)
     check_tokenizer(base, corpus.tokenizer)
+    check_same_splits(base["data"], corpus.record, is_allowed=True)
     scorer = load_scorer(settings, base, corpus, device)
     policy = build_model(base, base_path, device)
     completer = Completer(policy, policy.config.block_size)
@@ -85,7 +86,7 @@ def main() -> None:
 
     # Prompts come from the training split. A part of the validation split selects; evaluate.py
     # reports on another.
-    run = start_run(settings, input_hashes(settings, base, corpus, scorer))
+    run = start_run(settings)
     select = validation_part(corpus.val, policy.config.block_size, "select")
     evaluate = PolicyEvaluation(scorer, corpus, settings.seed, "select", select)
 
@@ -270,28 +271,9 @@ def print_choices(
         )
 
 
-def input_hashes(
-    settings: GRPOSettings, base: dict[str, Any], corpus: Corpus, scorer: RewardScorer
-) -> dict[str, Any]:
-    """Return hashes of all inputs, which a resumed run must share; warn of other data splits."""
-    data = data_record(corpus.train, corpus.val)
-    check_same_splits(base["data"], data, allow_mismatch=True)
-    hashes = {
-        "base model": hash_model(str(settings.base_model_path)),
-        "reward model": None,
-        **data,
-        "reward function": None,
-    }
-    if settings.reward_model_path is not None:
-        hashes["reward model"] = hash_model(settings.reward_model_path)
-    if scorer.functions:
-        hashes["reward function"] = " ".join(function.sha256 for function in scorer.functions)
-    return hashes
-
-
-def start_run(settings: GRPOSettings, inputs: dict[str, Any]) -> Run:
+def start_run(settings: GRPOSettings) -> Run:
     """Start a run, or resume one."""
-    run = Run(settings.output_path, settings, inputs)
+    run = Run(settings.output_path, settings)
     if settings.init_from == "resume":
         run.resume()
     else:

@@ -28,7 +28,6 @@ from reward.batches import Split, batches_of, labels_of
 from reward.heads import LastRewardModel, LikelihoodRewardModel, RewardModel
 from reward.mixture import fit_mixture
 from reward.settings import RewardModelSettings
-from tokenization_manager import TokenizationManager
 from training import checkpoint
 from training.lineage import (
     check_generator,
@@ -60,8 +59,6 @@ def main() -> None:
     train_set, val_set = loader.open_checked_splits(settings.data_dir)
     info = train_set.get_tokenization_info()  # the splits have the same, and the same block size
     loader.check_model_compatibility(info, train_set.block_size, generator.config)
-    if base["tokenization"] is not None:
-        info.check_compatible(TokenizationManager.from_record(base["tokenization"]).info())
     writer = train_set.metadata.get("model_sha256")
     base_sha256 = check_generator(settings.data_dir, writer, base_path)
     temperature = train_set.metadata.get("temperature", "1.0")

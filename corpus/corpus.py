@@ -6,12 +6,13 @@ python -c "import corpus.corpus as c; print(c.open_corpus('shakespeare_char', 2)
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from common.log import print0
 from common.process import require
-from data_loader import dataset_folder, open_token_file
+from data_loader import data_record, dataset_folder, open_token_file
 from tokenization_manager import TokenizationManager, detect_method
 
 # Losses of nearby tokens are correlated: smaller blocks would give too narrow intervals.
@@ -26,6 +27,11 @@ class Corpus:
     tokenizer: TokenizationManager
     train: np.ndarray
     val: np.ndarray
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """Return a checkpoint's record of its data."""
+        return data_record(self.train, self.val)
 
     @cached_property
     def characters_per_token(self) -> float:

@@ -35,7 +35,7 @@ from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig
 from reward.posterior import crossover_loss, natural_probabilities, natural_share
 from training.checkpoint import check_mode, load_weights
-from training.lineage import check_generator, check_same_fields, check_same_tokens
+from training.lineage import check_generator, check_same_fields
 
 
 class LastRewardModel(GPT):
@@ -181,6 +181,5 @@ def load_reward_model(
     """
     model = build_reward_model(contents, path, device)
     check_same_fields(generator["config"], contents["config"], generator_path, path)
-    check_same_tokens(generator["tokenization"], contents["tokenization"], generator_path, path)
     check_generator(path, (contents["training"] or {}).get("generator_sha256"), generator_path)
     return model

@@ -40,7 +40,7 @@ from grpo.settings import GRPOSettings
 from metrics.settings import EvaluateSettings
 from reports.ledger import Ledger
 from run_cycles import CycleSettings, Loop, check_stages, read_loop
-from training.stage import Stage, hash_input
+from training.stage import Stage
 
 NAMES = [
     "base_model_v1",
@@ -58,7 +58,6 @@ def in_this_process(monkeypatch):
     """The scripts that are started, which run in this process."""
     monkeypatch.setattr(InThisProcess, "started", [])
     monkeypatch.setattr(subprocess, "Popen", InThisProcess)
-    hash_input.cache_clear()
     return InThisProcess.started
 
 
@@ -68,7 +67,6 @@ def options_of(corpus: Path, out: Path, **changes: Any) -> dict[str, Any]:
 
 def loop(config: Path, corpus: Path, out: Path, **changes: Any) -> Finished:
     """How a run of the loop in this process ends."""
-    hash_input.cache_clear()
     return call("run_cycles", str(config), **options_of(corpus, out, **changes))
 
 

@@ -123,7 +123,7 @@ def test_starts_that_do_not_go_with_the_data(options, tmp_path, corpus, generato
         path.unlink()
     np.fromfile(swapped / "val.bin", np.uint16)[::-1].tofile(swapped / "val.bin")
     message = refuse("train", **{**options, "dataset": swapped})
-    assert "another train/validation split" in message and "--allow_split_mismatch" not in message
+    assert "another train/validation split" in message
     assert not options["out_dir"].exists()
     assert "--init_from nanoGPT/out/ckpt.pt" in refuse_in_one_line(
         "train", **{**options, "init_from": "resume"}

@@ -13,7 +13,7 @@ from helpers import ROOT, assert_same_weights, write_token_files
 
 from common.process import UserError
 from corpus.corpus import open_corpus
-from data_loader import hash_tokens
+from data_loader import data_record, hash_tokens
 from model import GPT, GPTConfig
 from reward.heads import LikelihoodRewardModel, build_reward_model, make_reward_model
 from tokenization_manager import TokenizationManager
@@ -22,7 +22,6 @@ from training.lineage import (
     check_same_splits,
     check_same_tokens,
     check_unseen,
-    data_record,
     hash_model,
 )
 
@@ -108,16 +107,15 @@ def test_the_seeds_snippet_makes_a_reward_model_of_a_generator(tmp_path):
 def test_records_of_data_and_tokens_are_compared(capsys):
     other = {**DATA, "val_sha256": hash_tokens(np.arange(4, dtype=np.uint16))}
     assert (DATA["train_tokens"], DATA["val_tokens"]) == (5, 3)
-    check_same_splits(DATA, DATA, None)
+    check_same_splits(DATA, DATA)
     check_unseen(DATA, DATA, "natural.pt")
     assert capsys.readouterr().err == ""
-    with pytest.raises(UserError, match="another train/validation split: ") as caught:
-        check_same_splits(other, DATA, None)
-    assert "--allow" not in str(caught.value)
+    with pytest.raises(UserError, match="another train/validation split: "):
+        check_same_splits(other, DATA)
     check_unseen(other, DATA, "natural.pt")
     assert "natural.pt was trained on another or an unknown corpus" in capsys.readouterr().err
-    check_same_splits(other, DATA, True)
-    check_same_splits(None, DATA, None)
+    check_same_splits(other, DATA, is_allowed=True)
+    check_same_splits(None, DATA)
     check_unseen(None, DATA, "natural.pt")
     assert capsys.readouterr().err.count("WARNING: ") == 3
     ours, theirs = (TokenizationManager.from_text(text).to_record() for text in ("abc", "abd"))

@@ -32,6 +32,7 @@ from training.run import Run
 @dataclass
 class RunSettings(Settings):
     lr: float = 0.1
+    base_model_path: str | None = setting(None, changeable=True)
     device: str = setting("cpu", changeable=True)
     max_steps: int = setting(6, changeable=True)
     init_from: str = "scratch"
@@ -51,8 +52,8 @@ class Counts:
         self.made = list(state["made"])
 
 
-def begin(path, resume=False, overwrite=False, corpus=1, **settings) -> tuple[Run, Counts]:
-    run = Run(path, RunSettings(**settings), {"corpus": corpus})
+def begin(path, resume=False, overwrite=False, **settings) -> tuple[Run, Counts]:
+    run = Run(path, RunSettings(**settings))
     if resume:
         run.resume()
     else:
@@ -101,7 +102,7 @@ def test_only_the_run_that_wrote_a_state_reads_it(tmp_path):
     assert counts.made == [1, 2, 3, 4, 5, 6]
     for options, difference in (
         ({"lr": 0.2}, "lr was 0.1, now 0.2"),
-        ({"corpus": 2}, "corpus was 1, now 2"),
+        ({"base_model_path": __file__}, "base_model_path was None, now [0-9a-f]{64}"),
     ):
         with pytest.raises(UserError, match=rf"a different run \({difference}"):
             begin(path, resume=True, **options)

@@ -7,7 +7,7 @@ A checkpoint is a dict. All records but the first two may be None:
     model             the state dict
     config            GPTConfig
     tokenization      the result of TokenizationManager.to_record()
-    data              sizes and hashes of the corpus: see training.lineage.data_record
+    data              sizes and hashes of the corpus: see data_loader.data_record
     training          settings and metrics of the training run
     generator_config  GPTConfig of the generator in a likelihood reward model
 """
@@ -63,6 +63,7 @@ def save_checkpoint(
     if hasattr(model, "generator"):  # a likelihood head
         contents["generator_config"] = replace(model.generator.config)
     save_state(path, contents)
+    path.with_suffix(".sampling.json").unlink(missing_ok=True)  # of earlier weights
 
 
 def find_model(name: str | Path) -> Path:

@@ -1,22 +1,35 @@
-"""Check which data and generator a checkpoint comes from, and whether checkpoints fit together.
+"""Hash the inputs of runs; check that models, data and generators fit together.
 
 python -c "from training.lineage import hash_model; print(hash_model('logs/model_checkpoint.pt'))"
 """
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from common.files import hash_bytes, hash_file
 from common.process import require, warn
-from data_loader import hash_tokens
+from data_loader import dataset_folder
 from model import GPTConfig
 from tokenization_manager import TokenizationManager
 from training.checkpoint import find_model
 
 Record = Mapping[str, Any]
+INPUTS = (  # settings that name what a script reads
+    "dataset",
+    "train_bin",
+    "val_bin",
+    "data_dir",
+    "init_from",
+    "model_path",
+    "base_model_path",
+    "reward_model_path",
+    "natural_model_path",
+    "checkpoints",
+    "baseline",
+    "word_dataset",
+)
 
 
 def hash_model(path: str | Path) -> str:
@@ -34,21 +47,33 @@ def hash_model(path: str | Path) -> str:
     return hash_bytes(hashes.encode())
 
 
-def data_record(train: np.ndarray, val: np.ndarray) -> dict[str, Any]:
-    """Return a checkpoint's record of its data: sizes and hashes of both splits' tokens."""
-    return {
-        "train_tokens": len(train),
-        "val_tokens": len(val),
-        "train_sha256": hash_tokens(train),
-        "val_sha256": hash_tokens(val),
-    }
+@functools.cache
+def hash_input(path: str) -> str:
+    """Return hash_model(path), computed once in a process: no stage changes an earlier input."""
+    return hash_model(path)
 
 
-def check_same_splits(trained: Record | None, data: Record, allow_mismatch: bool | None) -> None:
-    """Raise UserError if the splits that a model was trained on differ from `data`.
+def hash_inputs(settings: Record) -> dict[str, str]:
+    """Return the hashes of all files that the settings of a script name, by setting or function."""
+    hashes = {}
+    for name in INPUTS:
+        paths = settings.get(name) or ()
+        if isinstance(paths, str):
+            paths = (paths,)
+        if "dataset" in name:
+            paths = [str(dataset_folder(path)) for path in paths]
+        files = [path for path in paths if path not in ("scratch", "resume")]
+        if files:
+            hashes[name] = " ".join(map(hash_input, files))
+    for function in settings.get("reward_function") or ():
+        hashes[function] = hash_file(function.rpartition(":")[0])
+    return hashes
+
+
+def check_same_splits(trained: Record | None, data: Record, is_allowed: bool = False) -> None:
+    """Raise UserError, or warn if `is_allowed`, unless a model was trained on the splits of `data`.
 
     trained: the data record of the model's checkpoint. Without one, warn.
-    allow_mismatch: if True, warn instead. None: the script has no option to allow a mismatch.
     """
     if trained is None:
         warn(
@@ -56,16 +81,16 @@ def check_same_splits(trained: Record | None, data: Record, allow_mismatch: bool
             "make sure that it was trained on the same train/validation split"
         )
         return
-    if all(trained[name] == data[name] for name in ("train_sha256", "val_sha256")):
+    is_same = all(trained[name] == data[name] for name in ("train_sha256", "val_sha256"))
+    problem = (
+        "the model was trained on another train/validation split: its training text may be "
+        "validation text here"
+    )
+    if is_allowed and not is_same:
+        warn(problem)
         return
-    problem = "the model was trained on another train/validation split"
-    if allow_mismatch:
-        warn(f"{problem}; continuing, because allow_split_mismatch is set")
-        return
-    remedy = "use the data of its training"
-    if allow_mismatch is not None:
-        remedy += ", or --allow_split_mismatch True"
-    require(False, f"{problem}: its training text may be validation text here: {remedy}")
+    remedy = "use the data of its training (prepare_reward_data.py: or --allow_split_mismatch True)"
+    require(is_same, f"{problem}: {remedy}")
 
 
 def check_same_fields(ours: GPTConfig, theirs: GPTConfig, our_name: str, their_name: str) -> None:
@@ -151,12 +176,12 @@ def check_generator(name: str, recorded: str | None, path: str) -> str:
 
 
 def check_unseen(trained: Record | None, metadata: Mapping[str, str], path: str) -> None:
-    """Warn if a model may have been trained on the validation or test text.
+    """Warn if a model may have been trained on the validation text.
 
     trained: the model's data record, or None. metadata: a mapping with the text's val_sha256.
     """
     if trained is None or trained["val_sha256"] != metadata.get("val_sha256"):
         warn(
             f"{path} was trained on another or an unknown corpus: make sure that it has read "
-            "neither the validation nor the test text"
+            "no validation text"
         )

@@ -18,6 +18,7 @@ from common.files import load_state, lock_output, reading, save_state
 from common.log import RunLog, print0, progress, start_tracker
 from common.process import flag_signals, require
 from common.settings import Settings, changeable, differing_settings
+from training.lineage import hash_inputs
 
 RESUME_HINT = (
     "Continue with --init_from resume. If nothing was saved yet, run the same command again."
@@ -38,16 +39,17 @@ class Run:
         self,
         output: str | Path,
         settings: Settings,
-        input_hashes: Mapping[str, Any],
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        """Lock the output. A resumed run must have the same `input_hashes` (of files, by name)."""
+        """Lock the output, and hash the files that the settings name: a resumed run needs the
+        same.
+        """
         self.output = Path(output)
         self.state_path = self.output.with_suffix(".resume")
         self.log_path = self.output.with_suffix(".jsonl")
         self.settings = settings
         self.ranks = ranks
-        self.input_hashes = dict(input_hashes)
+        self.input_hashes = ranks.run_on_rank0(lambda: hash_inputs(asdict(settings)))
         self.first_settings = asdict(settings)  # of the command that started the run
         self.step = 0  # number of completed steps
         self.reason = ""  # why the loop ended

@@ -3,37 +3,21 @@
 python run_cycles.py --config config/shakespeare_library_cpu.py
 """
 
-import functools
 import json
 import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from common.files import hash_file, read_json
+from common.files import read_json
 from training.checkpoint import load_checkpoint
-from training.lineage import hash_model
+from training.lineage import hash_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
-# The settings that name what a stage reads, and those that name the artefact.
-INPUTS = (
-    "dataset",
-    "train_bin",
-    "val_bin",
-    "data_dir",
-    "init_from",
-    "model_path",
-    "base_model_path",
-    "reward_model_path",
-    "natural_model_path",
-    "checkpoints",
-    "baseline",
-    "word_dataset",
-)
+# The settings that name the artefact
 OUTPUTS = ("out_dir", "checkpoint_name", "output_dir", "output_path")
 # The settings that do not change the artefact.
 NOT_COMPARED = ("device", "overwrite", "tracker", "wandb_log", "wandb_project", "wandb_run_name")
-hash_input = functools.cache(hash_model)  # no stage changes the inputs of an earlier one
 
 
 @dataclass(frozen=True)
@@ -60,16 +44,9 @@ class Stage:
         settings = asdict(self.settings) if self.script else {"base_model_path": self.source}
         for name in (*OUTPUTS, *NOT_COMPARED):
             settings.pop(name, None)
-        hashes = {}
-        for name in INPUTS:
-            paths = settings.get(name, "scratch")
-            if isinstance(paths, str):
-                paths = (paths,)
-            if paths and paths != ("scratch",):
-                del settings[name]
-                hashes[name] = " ".join(map(hash_input, paths))
-        for function in settings.get("reward_function") or ():
-            hashes[function] = hash_file(function.rpartition(":")[0])
+        hashes = hash_inputs(settings)
+        for name in hashes:
+            settings.pop(name, None)
         # The ledger is JSON, which turns tuples into lists.
         settings = json.loads(json.dumps(settings))
         return {"script": self.script, "settings": settings, "inputs": hashes}
