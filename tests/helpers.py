@@ -245,6 +245,16 @@ def press_ctrl_c() -> None:
 # files
 
 
+class Harmful:
+    """Its pickle makes a folder when it is loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.makedirs, (self.folder,)
+
+
 def make_text(num_words: int, seed: int = 0) -> str:
     """Return lines of made-up words, with few characters and some order for a tiny model to
     learn.

@@ -32,7 +32,7 @@ from helpers import settings_of
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
     "nodes of the product": 47_031,
-    "nodes of tests": 46_478,
+    "nodes of tests": 46_237,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
     "nodes per line": 6.9,
@@ -54,7 +54,7 @@ BUDGETS = {
     "options of data/shakespeare_char/prepare": 8,  # those of every corpus
     "options of interop/crossover_reward": 6,
     "options of interop/export": 3,
-    "options of all scripts": 155,
+    "options of all scripts": 154,
 }
 # Which modules a script may load, by folder or name. grpo in evaluate and
 # generation in reward_dataset_loader are not needed, but loaded today.

@@ -12,12 +12,12 @@ import os
 import re
 import resource
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import (
+    Harmful,
     call,
     end_in_call,
     folder_bytes,
@@ -86,21 +86,11 @@ def test_all_errors_are_reported_at_once(script, wrong, good, tmp_path):
     assert not folder_bytes(tmp_path)
 
 
-class Harm:
-    """Unpickling this runs a command."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
-
-
 @pytest.fixture
 def hostile(tmp_path, generator):
     """A checkpoint that would make the file `harm` if it were unpickled."""
     contents = torch.load(generator, weights_only=True)
-    contents["training"] = Harm(tmp_path / "harm")
+    contents["training"] = Harmful(tmp_path / "harm")
     path = tmp_path / "bad.pt"
     torch.save(contents, path)
     yield path

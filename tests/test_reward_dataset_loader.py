@@ -13,9 +13,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import call, prepare_options, succeed
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 import reward_dataset_loader as loader
 from common.process import UserError
@@ -90,30 +87,21 @@ def test_bad_metadata(tmp_path):
             read_metadata(tmp_path / "m.txt")
 
 
-def test_samples_types_and_attributes(folder):
+def test_samples_are_those_of_the_files(folder):
+    x, y = make_arrays(18, 8)
     dataset = RewardDataset(folder)
-    x, y = dataset[3]
-    assert (x.dtype, x.shape, y.dtype, y.shape) == (torch.int64, (8,), torch.float32, (2,))
     assert (len(dataset), dataset.num_samples, dataset.block_size) == (18, 18, 8)
     assert dataset.metadata["seed"] == "42"
     assert dataset.get_tokenization_info() == TokenizationInfo(
         "char", 65, "data/shakespeare_char/meta.pkl"
     )
-    assert len(list(dataset)) == 18 and len(RewardDataset(str(folder), split="val")) == 2
-
-
-@given(hnp.arrays(np.float32, st.integers(1, 5), elements=st.floats(0, 1, width=32)))
-@settings(max_examples=30)
-def test_binary_round_trip(tmp_path_factory, natural):
-    folder = tmp_path_factory.getbasetemp() / "round_trip"
-    x = np.arange(len(natural) * 3, dtype=np.uint16).reshape(-1, 3) * 4000
-    y = np.stack([natural, 1 - natural], axis=1)
-    write_split(folder, "train", x, y, vocab_size=65536)
-    dataset = RewardDataset(folder)
-    rows, labels = (torch.stack(column).numpy() for column in zip(*dataset, strict=True))
+    rows, labels = (torch.stack(column) for column in zip(*dataset, strict=True))
+    assert (rows.dtype, labels.dtype) == (torch.int64, torch.float32)
     assert np.array_equal(rows, x) and np.array_equal(labels, y)
     expected = y.astype(np.float64).std(axis=0)
     np.testing.assert_allclose(dataset.get_stats()["y_std"], expected, atol=1e-7)
+    write_split(folder, "val", np.full((2, 8), 65535), y[:2], vocab_size=65536)
+    assert RewardDataset(str(folder), split="val")[1][0].tolist() == [65535] * 8
 
 
 def test_tokens_are_not_read_into_memory_nor_pickled(tmp_path, monkeypatch):
@@ -216,21 +204,19 @@ def test_the_first_bad_row_is_named(folder):
 
 
 def test_loaders(folder):
-    train_loader, val_loader = create_reward_dataloaders(folder, batch_size=4)
-    batches = list(train_loader)
-    assert [len(x) for x, _ in batches] == [4, 4, 4, 4, 2] and len(val_loader) == 1
-    firsts = torch.cat([x[:, 0] for x, _ in batches]).tolist()
-    assert sorted(firsts) == sorted(make_arrays(18, 8)[0][:, 0].tolist())
+    """The order depends on the seed alone."""
 
-
-def test_order_depends_on_the_seed_alone(folder):
-    def order(seed: int) -> list[int]:
+    def firsts(seed: int) -> list[int]:
         loader, _ = create_reward_dataloaders(folder, 4, seed=seed)
-        return torch.cat([x[:, 0] for x, _ in loader]).tolist()
+        batches = [x[:, 0] for x, _ in loader]
+        assert [len(batch) for batch in batches] == [4, 4, 4, 4, 2]
+        return torch.cat(batches).tolist()
 
-    first = order(1)
+    first = firsts(1)
     torch.rand(3)
-    assert order(1) == first != order(2)
+    assert firsts(1) == first != firsts(2)
+    assert sorted(first) == sorted(make_arrays(18, 8)[0][:, 0].tolist())
+    assert len(create_reward_dataloaders(folder, batch_size=4)[1]) == 1
 
 
 def test_splits_that_do_not_fit_together(folder):

