@@ -32,8 +32,7 @@ from common.settings import (
     setting,
     split_config,
 )
-from corpus.encode import find_texts
-from corpus.missing import CORPORA, corpus_titles, prepare_corpora
+from corpus.encode import find_texts, prepare_corpus, titles_of
 from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
 from data_loader import dataset_folder
 from grpo.settings import GRPOSettings
@@ -427,7 +426,7 @@ def read_loop(
 
 def main() -> None:
     # settings
-    argv, words = options_of_stages(sys.argv[1:], [*SECTIONS, *CORPORA])
+    argv, words = options_of_stages(sys.argv[1:], list(SECTIONS))
     config_path, _, _ = split_config(argv)
     settings = parse_settings(CycleSettings, "run_cycles", argv)
     device = select_device(settings.device)
@@ -442,10 +441,8 @@ def main() -> None:
     # corpora
     ledger_path = Path(loop.folder, "cycles.json")
     # Texts are found before the lock: a wrong path leaves nothing behind.
-    texts = {
-        "dataset": find_texts(settings.text),
-        "natural_dataset": find_texts(settings.natural_text),
-    }
+    texts = find_texts(settings.text).values()
+    natural_texts = find_texts(settings.natural_text).values()
     if settings.text:
         lock_output(ledger_path)
         sizes = make_own_corpora(settings)
@@ -456,14 +453,16 @@ def main() -> None:
                 )
                 words[section] = [*options, *words.get(section, ())]
         loop = read_loop(settings, config_path, words)
-    natural_dataset = settings.natural_dataset or settings.dataset
-    datasets = {"dataset": settings.dataset, "natural_dataset": natural_dataset}
-    prepare_corpora(datasets, config_path, words)
+    prepare_corpus(loop.natural_corpus)  # first, as the other one may use its tokenizer
+    prepare_corpus(loop.corpus)
     lock_output(ledger_path)
 
     # stages
     ledger = Ledger(Path(loop.folder))
-    titles = corpus_titles(texts, datasets)
+    titles = {
+        "dataset": titles_of(texts, loop.corpus),
+        "natural_dataset": titles_of(natural_texts, loop.natural_corpus),
+    }
     ledger.start(
         {
             "settings": asdict(settings),

@@ -9,7 +9,6 @@ package tokenizers reads and learns. Tokens are uint16.
 
 import functools
 import io
-import json
 import os
 import pickle
 import sys
@@ -20,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from common.files import atomic_path, hash_bytes, reading
+from common.files import atomic_path, reading
 from common.process import UserError, first_line, require
 
 MAX_VOCAB_SIZE = 65536  # tokens are uint16
@@ -156,8 +155,7 @@ class TokenizationInfo:
 class TokenizationManager:
     """A tokenizer with `encode`, `decode`, `vocab_size`, `method` and its file `meta_path`.
 
-    'auto' takes the method from the file at meta_path, else from the folder of `data_path`. A
-    tokenizer.json with GPT-2's own encoding becomes 'bpe', one with only characters 'char'. With
+    'auto' takes the method from the file at meta_path, else from the folder of `data_path`. With
     the method 'ids' (a meta.pkl with only a vocab_size) the text of a token is its number and a
     space.
     """
@@ -255,15 +253,6 @@ class TokenizationManager:
             library.no_padding()
             self.vocab_size = max(library.get_vocab().values()) + 1
         self._library = library
-        vocabulary = library.get_vocab(with_added_tokens=False)
-        ids = dict(sorted(vocabulary.items(), key=lambda item: item[1]))  # in their order
-        parts = (library.normalizer, library.pre_tokenizer, library.model)
-        kinds = [type(part).__name__ for part in parts]
-        is_characters = _meta(list(ids))["stoi"] == ids and {len(word) for word in ids} == {1}
-        if kinds[:2] == ["NoneType", "ByteLevel"] and _is_gpt2(library, ids):
-            self._set({"method": "bpe"})
-        elif kinds == ["NoneType", "Split", "WordLevel"] and is_characters:
-            self._set({"method": "char", "meta_path": self.meta_path, "chars": "".join(ids)})
 
     def to_tokenizer_json(self) -> str:
         """Return the text of a tokenizer.json with the same encoding, for transformers."""
@@ -357,13 +346,3 @@ class TokenizationManager:
 def code_points_of(text: str) -> np.ndarray:
     """Return the code points (T,) uint32 of a text."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-
-
-def _is_gpt2(library: Any, ids: dict[str, int]) -> bool:
-    from corpus.shakespeare import BPE_FILES
-
-    # <|endoftext|> is GPT-2's last id; other added tokens would be lost.
-    has_other_tokens = library.get_added_tokens_decoder().keys() - {BPE_VOCAB_SIZE - 1}
-    if has_other_tokens or library.pre_tokenizer.add_prefix_space:
-        return False
-    return hash_bytes(json.dumps(ids).encode()) == BPE_FILES["encoder.json"]

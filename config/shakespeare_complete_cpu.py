@@ -1,17 +1,13 @@
-# The complete works of Shakespeare by characters, on two CPU cores: two cycles of GRPO, no
-# controls. Plain training of this generator is far from exhausted, and lowers the loss more than
-# GRPO.
+# Shakespeare by characters, on two CPU cores: two cycles of GRPO, no controls. Plain training of
+# this generator is far from exhausted, and lowers the loss more than GRPO.
 #
 #     python run_cycles.py --config config/shakespeare_complete_cpu.py
 #     python train.py --config config/shakespeare_complete_cpu.py    # only its first stage
 #
 # Each script reads the section named after it; train.py --section natural_model reads that section.
-# A text that lies in data/shakespeare_char already is used as it is; without a source, prepare.py
-# takes tiny Shakespeare if it can.
-
-prepare = dict(
-    source="complete",
-)
+# data/shakespeare_char/prepare.py takes the input.txt of its folder, else tiny Shakespeare, or the
+# complete works if that cannot be fetched. For the complete works copy them there first:
+# data/shakespeare_library/prepare.py writes them to the input.txt of its folder.
 
 run_cycles = dict(
     out_dir="out/shakespeare_complete_cpu",

@@ -7,55 +7,7 @@
 # hand. GRPO moves the generator toward it at the prefixes that the generator writes itself, by the
 # expectation over the whole vocabulary (credit=auto: exact). docs/results.md has its figures.
 
-# Byte-pair tokens learned from the 28 works, for both corpora. Works that are not named are in no
-# part.
-prepare = dict(
-    source="complete",
-    tokenizer="data/shakespeare_library",
-    train_documents=("TWELFTH NIGHT",),
-    val_documents=("COMEDY OF ERRORS",),
-    test_documents=("TEMPEST",),
-)
-
-# No model reads Hamlet, Othello, As You Like It, Much Ado, King John, Julius Caesar, Pericles,
-# Timon, and short poems.
-prepare_natural = dict(
-    source="complete",
-    tokenization="learned_bpe",
-    vocab_size=320,
-    train_documents=(
-        "ALL'S WELL",
-        "ANTONY",
-        "CORIOLANUS",
-        "CYMBELINE",
-        "HENRY IV, THE FIRST",
-        "HENRY IV, SECOND",
-        "LIFE OF KING HENRY V",
-        "HENRY VI, FIRST",
-        "HENRY THE SIXTH, SECOND",
-        "HENRY THE SIXTH, THIRD",
-        "HENRY THE EIGHTH",
-        "KING LEAR",
-        "LOVE'S LABOUR",
-        "MACBETH",
-        "MEASURE FOR MEASURE",
-        "MERCHANT OF VENICE",
-        "MERRY WIVES",
-        "MIDSUMMER NIGHT",
-        "RAPE OF LUCRECE",
-        "RICHARD THE SECOND",
-        "RICHARD III",
-        "ROMEO AND JULIET",
-        "SONNETS",
-        "TAMING OF THE SHREW",
-        "TITUS ANDRONICUS",
-        "TROILUS",
-        "TWO GENTLEMEN",
-        "WINTER'S TALE",
-    ),
-    val_documents=("COMEDY OF ERRORS",),
-    test_documents=("TEMPEST",),
-)
+# Each corpus's prepare.py lists its works. Both have byte-pair tokens learned from the 28 works.
 
 run_cycles = dict(
     dataset="shakespeare_play",

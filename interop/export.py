@@ -51,7 +51,7 @@ def main() -> None:
         model = their_model(
             checkpoint["config"],
             state,
-            crossover={"data": checkpoint["data"]},
+            crossover={"data": checkpoint["data"], "chars": tokenizer.chars},
             bos_token_id=None,
             eos_token_id=eos_token_id,
         )

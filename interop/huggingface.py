@@ -17,8 +17,11 @@ from torch import Tensor
 
 from common.process import UserError, first_line, require, warn
 from model import GPTConfig
-from tokenization_manager import TokenizationManager
+from tokenization_manager import BPE_VOCAB_SIZE, TokenizationManager
 
+# A text and its tokens in GPT-2's encoding, which others do not share.
+GPT2_TEXT = "Crossover: don't re-tokenize\n"
+GPT2_IDS = [34, 23954, 25, 836, 470, 302, 12, 30001, 1096, 198]
 CLASSES = {"gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM"}  # by model_type
 WAY_OUT = "only GPT-2 and what interop/export.py writes; other models: TRL, see docs/guide.md"
 # Fields of GPTConfig, and the settings of transformers that mean the same.
@@ -94,28 +97,35 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
         "pass the file of a checkpoint (.pt)",
     )
     load_transformers()
-    tokenization = None
-    num_tokens = None
+    tokenizer = None
     if (folder / "tokenizer.json").is_file():
         tokenizer = TokenizationManager("tokenizer", meta_path=folder / "tokenizer.json")
-        tokenization = tokenizer.to_record()
-        num_tokens = tokenizer.vocab_size
     else:
         warn(f"{folder} has no tokenizer.json: the text of its tokens is unknown")
     try:
-        config, state, data = read_model(folder, num_tokens)
+        return read_model(folder, tokenizer)
     except Exception as error:  # transformers raises any exception for damaged files
         raise UserError(f"ERROR: {folder} cannot be read: {first_line(error):.300}") from None
-    return {"model": state, "config": config, "tokenization": tokenization, "data": data}
 
 
-def read_model(folder: Path, num_tokens: int | None) -> tuple[GPTConfig, dict[str, Tensor], Any]:
-    """Return the config, the state dict, and the data record if our export wrote one, else None.
+def read_model(folder: Path, tokenizer: TokenizationManager | None) -> dict[str, Any]:
+    """Return the contents of a checkpoint, with the records of our export if they are there.
 
-    num_tokens: number of ids that the tokenizer uses; if None, see GPTConfig.num_real_tokens.
+    Without a tokenizer, GPTConfig.num_real_tokens has the number of ids.
     """
     transformers = load_transformers()
     their_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    records = getattr(their_config, "crossover", {})
+    chars = records.get("chars")
+    if chars is not None:
+        tokenizer = TokenizationManager.from_record({"method": "char", "chars": chars})
+    elif tokenizer is not None and is_gpt2(tokenizer):
+        tokenizer = TokenizationManager("bpe")
+    tokenization = None
+    num_tokens = None
+    if tokenizer is not None:
+        tokenization = tokenizer.to_record()
+        num_tokens = tokenizer.vocab_size
     config = our_config(their_config, num_tokens)
     model_class = getattr(transformers, CLASSES[their_config.model_type])
     model, info = model_class.from_pretrained(
@@ -133,8 +143,19 @@ def read_model(folder: Path, num_tokens: int | None) -> tuple[GPTConfig, dict[st
     for their_name, tensor in model.state_dict().items():
         name = our_name(their_name)
         state[name] = permute_weights(tensor, name, config)
-    data = getattr(their_config, "crossover", {}).get("data")
-    return config, state, data
+    return {
+        "model": state,
+        "config": config,
+        "tokenization": tokenization,
+        "data": records.get("data"),
+    }
+
+
+def is_gpt2(tokenizer: TokenizationManager) -> bool:
+    """Return whether a tokenizer has GPT-2's number of ids and encodes a text as GPT-2 does."""
+    if tokenizer.vocab_size != BPE_VOCAB_SIZE:
+        return False
+    return tokenizer.encode(GPT2_TEXT).tolist() == GPT2_IDS
 
 
 def our_config(theirs: Any, num_tokens: int | None) -> GPTConfig:

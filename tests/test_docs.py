@@ -34,7 +34,7 @@ from common.settings import options_of_stages, parse_settings
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import RewardDataset
-from run_cycles import CORPORA, SECTIONS
+from run_cycles import SECTIONS
 
 NAMES = [
     "README.md",
@@ -55,7 +55,7 @@ SHRINK = {
     "run_cycles": "--device cpu",
 }
 # Options of every script and of run_cycles.py's stages; then of launchers, the example, the tests.
-KNOWN_OPTIONS = ["config", "section", "help", *SECTIONS, *CORPORA]
+KNOWN_OPTIONS = ["config", "section", "help", *SECTIONS]
 KNOWN_OPTIONS += ["standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr"]
 KNOWN_OPTIONS += ["master_port"]
 KNOWN_OPTIONS += ["check", "hypothesis"]
@@ -122,7 +122,7 @@ def check_command(line: str) -> list[str]:
         assert words[0] == "python" and (ROOT / f"{name}.py").is_file(), words
         own = words[2:]
         if name == "run_cycles":
-            own = options_of_stages(own, [*SECTIONS, *CORPORA])[0]
+            own = options_of_stages(own, list(SECTIONS))[0]
         parse_settings(settings_of(name), Path(name).name, own, check=False)
         return words
     return []
@@ -175,9 +175,7 @@ def make_folder(folder: Path) -> Path:
         target = folder / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         # The small corpus has no plays to choose from.
-        text = re.sub(
-            r"^prepare\w* = dict\(\n.*?^\)\n", "", path.read_text(), flags=re.DOTALL | re.MULTILINE
-        )
+        text = path.read_text()
         target.write_text(re.sub('"shakespeare_(play|library)"', '"shakespeare_char"', text))
     lines = make_text(1500)
     text = lines[: len(lines) // 2] + CHARACTERS + lines[len(lines) // 2 :]

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers import (
     CONFIG,
@@ -28,14 +27,12 @@ from helpers import (
     start,
     succeed,
     weights,
-    write_token_files,
 )
 
 import run_cycles
 from common.files import read_json
 from common.log import read_records
 from common.process import UserError
-from corpus import missing
 from grpo.settings import GRPOSettings
 from metrics.settings import EvaluateSettings
 from reports.ledger import Ledger
@@ -364,42 +361,6 @@ def test_command_of_a_stage():
     stage = Stage("evaluation", 0, Path("s.json"), "evaluate", "evaluate", settings)
     words = ["--checkpoints", "a.pt", "b.pt", "--baseline=--x", "--calibrate=True", "--device=cpu"]
     assert stage.command(device="cpu")[2:] == words
-
-
-def test_the_corpus_is_made_where_it_is_missing(tmp_path, monkeypatch, capsys):
-    """Its own prepare.py makes it; a mistyped name gets no corpus; no option is dropped silently."""
-    config = write_config(tmp_path, f"prepare = {{}}\nrun_cycles = dict(dataset='{tmp_path}')\n")
-    script = tmp_path / "prepare.py"
-    script.touch()
-    commands = []
-    monkeypatch.setattr(missing, "run_child", lambda name, words: commands.append(words[1:]))
-
-    def prepare(dataset: Path, **words: list[str]) -> None:
-        datasets = dict.fromkeys(missing.CORPORA.values(), str(dataset))
-        missing.prepare_corpora(datasets, str(config), words)
-
-    prepare(tmp_path, prepare=["--x=1"])
-    words = [f"--config={config}", "--section=prepare", f"--out_dir={tmp_path}", "--x=1"]
-    assert commands == [[str(script), *words]]
-    write_token_files(tmp_path, [np.arange(9)] * 2)
-    prepare(tmp_path, prepare=["--x=1"])
-    assert "--prepare.OPTION has no effect" in capsys.readouterr().err
-    with pytest.raises(UserError, match="choose another --dataset, or make it"):
-        prepare(tmp_path / "other")
-    with pytest.raises(UserError, match="OPTION is for a corpus that the settings file names"):
-        prepare(tmp_path / "other", prepare=["--x=1"])
-
-
-def test_titles_of_works_of_the_users_texts_and_of_unknown_texts(tmp_path):
-    (tmp_path / "titles.json").write_text('["ALL\'S WELL", "hamlet"]')
-    texts = {"own": {"hash": Path("my novel.txt")}, "works": {}, "unknown": {}}
-    datasets = {"own": str(tmp_path), "works": str(tmp_path), "unknown": "data/other"}
-    titles = missing.corpus_titles(texts, datasets)
-    assert titles == {
-        "own": ["my novel"],
-        "works": ["All's Well", "Hamlet"],
-        "unknown": ["other"],
-    }
 
 
 def test_options_that_the_run_sets_itself_are_refused(tmp_path):

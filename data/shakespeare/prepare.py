@@ -1,6 +1,6 @@
 """Make the token files of Shakespeare in GPT-2's BPE tokens.
 
-    python data/shakespeare/prepare.py --source auto
+    python data/shakespeare/prepare.py
 
 In: input.txt next to the outputs; fetched if missing. Out: train.bin, val.bin (uint16).
 """

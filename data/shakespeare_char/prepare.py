@@ -1,6 +1,6 @@
 """Make the token files of Shakespeare by characters.
 
-    python data/shakespeare_char/prepare.py --source auto
+    python data/shakespeare_char/prepare.py
 
 In: input.txt next to the outputs; fetched if missing. Out: train.bin, val.bin (uint16) and
 meta.pkl in nanoGPT's form.
