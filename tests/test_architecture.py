@@ -32,7 +32,7 @@ from helpers import settings_of
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
     "nodes of the product": 46_540,
-    "nodes of tests": 45_998,
+    "nodes of tests": 45_878,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
     "nodes per line": 6.9,
@@ -51,10 +51,10 @@ BUDGETS = {
     "options of sample": 9,
     "options of prepare_text": 8,
     "options of reward_dataset_loader": 1,
-    "options of data/shakespeare_char/prepare": 8,  # those of every corpus
+    "options of data/shakespeare_char/prepare": 0,  # those of every corpus
     "options of interop/crossover_reward": 6,
     "options of interop/export": 3,
-    "options of all scripts": 154,
+    "options of all scripts": 146,
 }
 # Which modules a script may load, by folder or name. grpo in evaluate and
 # generation in reward_dataset_loader are not needed, but loaded today.
