@@ -16,7 +16,6 @@ import tyro
 from common.process import run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.encode import (
-    check_tokenization,
     find_texts,
     make_tokenizer,
     prepare_texts,
@@ -66,7 +65,16 @@ class PrepareTextSettings(Settings):
             "one of name and out_dir is required",
             "Set the name of the corpus with --name, or its folder with --out_dir",
         )
-        check_tokenization(self, errors)
+        errors.check(
+            self.tokenization is None or self.tokenizer is None,
+            "tokenization and tokenizer are both given",
+            "Leave out one of them",
+        )
+        errors.check(
+            self.vocab_size == PrepareTextSettings.vocab_size or self.tokenization == "learned_bpe",
+            f"vocab_size={self.vocab_size} is ignored without tokenization=learned_bpe",
+            "Leave out --vocab_size, or use --tokenization learned_bpe",
+        )
         errors.check(
             self.tokenization is not None or self.tokenizer is not None,
             "one of tokenization and tokenizer is required",

@@ -18,14 +18,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
 from common.files import atomic_path, read_json, write_json, write_text
 from common.log import progress
 from common.process import require, run_child
-from common.settings import Errors, Settings, parse_settings
+from common.settings import Settings, parse_settings
 from corpus.shakespeare import ensure_corpus, fetch_complete_works
 from data_loader import TOKEN_DTYPE, encode_in_parts, split_boundary, text_pieces
 from tokenization_manager import (
@@ -200,21 +200,6 @@ def make_tokenizer(
     if method == "bpe":
         return TokenizationManager("bpe")
     return None
-
-
-def check_tokenization(settings: Any, errors: Errors) -> None:
-    """Check the options tokenization, vocab_size and tokenizer of a script that makes a corpus."""
-    errors.check(
-        settings.tokenization is None or settings.tokenizer is None,
-        "tokenization and tokenizer are both given",
-        "Leave out one of them",
-    )
-    is_default = settings.vocab_size == type(settings).vocab_size
-    errors.check(
-        is_default or settings.tokenization == "learned_bpe",
-        f"vocab_size={settings.vocab_size} is ignored without tokenization=learned_bpe",
-        "Leave out --vocab_size, or use --tokenization learned_bpe",
-    )
 
 
 def prepare_texts(

@@ -84,7 +84,7 @@ def make_corpora(
         held_out = [("val", tenth), ("test", tenth)]
         if tokenizer is None:
             chars = characters_of(texts)
-            method, vocab_size, reason = choose_tokenization(size, set(chars))
+            method, vocab_size, reason = choose_tokenization(size, chars)
             print(f"tokens: {method}, {vocab_size} ids, because {reason}")
             segments = [("train", before + train), ("", 2 * tenth)]
             tokenizer = make_tokenizer(texts, segments, method, vocab_size)
