@@ -41,7 +41,6 @@ from training.lineage import check_same_splits, check_tokenizer
 from training.run import RESUME_HINT, Run
 from training.settings import SHAPE, TrainSettings
 
-SHORT_SHARE = 0.6  # share of the steps that have short contexts, if any
 MIN_DELTA = 0.001  # nats per character: a smaller improvement does not reset the patience
 EVAL_TOKENS = 65_536  # tokens of an evaluation, in evenly spaced windows that are always the same
 
@@ -129,9 +128,7 @@ def train(
 
     def evaluate(step: int, **figures: Any) -> None:
         """Evaluate and log a step, save the state, then the model if it is the best so far."""
-        context = longest_context(step, run, settings, block_size, schedule.num_steps)
-        losses = measure(model, corpus, settings, ranks, dtype, "select_loss", context)
-        losses["context"] = context
+        losses = measure(model, corpus, settings, ranks, dtype, "select_loss")
         run.log(step, **figures, **losses)
         record = {
             "step": step,
@@ -139,10 +136,6 @@ def train(
             "settings": settings_of_model(settings, model.config),
             **losses,
         }
-        if context > best.figures.get("context", context):
-            # Losses at shorter contexts are higher: no evaluation is compared with them.
-            best.value = math.inf
-            stopping.best = math.inf
         loss = losses["select_loss"]
         stopping.update(loss)
         best.update(loss, step, model.state_dict().items(), record)
@@ -158,14 +151,13 @@ def train(
     for step in run.steps(settings.max_iters, stopping.reason):
         start_time = time.perf_counter()
         optimizers.set_learning_rate_factor(schedule.factor(step))
-        context, num_rows = batch_shape(step, settings, block_size, schedule.num_steps)
         rng = random_stream(settings.seed, "train", first_batch + step)
         seed_dropout(settings.seed, step, ranks.rank)
         loss_sum = torch.zeros((), device=ranks.device)
         for micro_step in range(1, settings.gradient_accumulation_steps + 1):
             # All ranks draw the same batch, and each reads its rows: x and y are (B / ranks, T).
-            rows = ranks.share(num_rows)
-            x, y = get_batch(corpus.train, context, num_rows, rng, ranks.device, rows)
+            rows = ranks.share(settings.batch_size)
+            x, y = get_batch(corpus.train, block_size, settings.batch_size, rng, ranks.device, rows)
             with no_sync(trained_model, last=micro_step == settings.gradient_accumulation_steps):
                 with autocast(ranks.device, dtype):
                     _, loss = trained_model(x, y)
@@ -269,27 +261,6 @@ def make_schedule(settings: TrainSettings) -> optim.Schedule:
     )
 
 
-def batch_shape(
-    step: int, settings: TrainSettings, block_size: int, num_steps: int
-) -> tuple[int, int]:
-    """Return the length and number of a step's sequences: short contexts first, equal tokens."""
-    length = block_size
-    num_short = SHORT_SHARE * num_steps
-    if step < num_short and settings.short_contexts:
-        length = settings.short_contexts[int(step / num_short * len(settings.short_contexts))]
-    return length, settings.batch_size * block_size // length
-
-
-def longest_context(
-    step: int, run: Run, settings: TrainSettings, block_size: int, num_steps: int
-) -> int:
-    """Return the longest context of the steps before `step`; before the first step, that step's."""
-    if run.first_settings["init_from"] != "scratch" or not settings.short_contexts:
-        return block_size  # earlier runs had whole contexts, as all steps have without short ones
-    steps = range(max(1, step))
-    return max(batch_shape(each, settings, block_size, num_steps)[0] for each in steps)
-
-
 def seed_dropout(seed: int, step: int, rank: int) -> None:
     """Seed dropout for a step: every rank drops other activations."""
     purpose: list[str | int] = ["dropout", step]
@@ -305,12 +276,10 @@ def measure(
     ranks: Ranks,
     dtype: torch.dtype,
     name: str,
-    context: int | None = None,
 ) -> dict[str, Any]:
     """Return a mean loss in nats per token with its 95% interval; every rank reads its share.
 
-    val_loss: of the whole validation split; select_loss: of windows of its select part. A window
-    has `context` tokens; None: the model's block size.
+    val_loss: of the whole validation split; select_loss: of windows of its select part.
     """
     device = model.transformer.wte.weight.device
     block_size = model.config.block_size
@@ -319,9 +288,8 @@ def measure(
     if name == "select_loss":
         tokens = validation_part(tokens, block_size, "select")
         max_tokens = EVAL_TOKENS
-    context = context or block_size
-    num_rows = min(settings.batch_size, model.rows_at_a_time()) * block_size // context
-    batches = WholeSplitBatches(tokens, context, num_rows, device, max_tokens)
+    num_rows = min(settings.batch_size, model.rows_at_a_time())
+    batches = WholeSplitBatches(tokens, block_size, num_rows, device, max_tokens)
     share = ranks.share(len(batches))
     own_batches = itertools.islice(batches, share.start, share.stop)
     shown_batches = counted(own_batches, share.stop - share.start, "Evaluating")

@@ -23,7 +23,6 @@ train = dict(
     n_embd=128,
     block_size=128,
     batch_size=16,
-    short_contexts=(8, 16),
     optimizer="muon",
     learning_rate=1e-2,
     weight_decay=0.1,

@@ -32,13 +32,12 @@ MOST_LEARNED = 4096
 CHARACTERS_OF_PAIRS = 2.0  # at most: characters of a token with so few pairs
 MIN_TOKENS = 25_000  # enough blocks for intervals
 MIN_TEST_CHARACTERS = 160_010  # enough for the intervals of the test text's losses
-# Sizes: those of the default, whose play has DEFAULT_TOKENS. SHORT_CONTEXT, the longer of its short
-# contexts, divides all blocks.
+# Sizes: those of the default, whose play has DEFAULT_TOKENS.
 DEFAULT_TOKENS = 80_000
 SHORT_TEXT = 50_000  # tokens
 BLOCK_SIZE = 80
 SHORT_BLOCK_SIZE = 48
-SHORT_CONTEXT = 16
+MIN_BLOCK = 16  # a prompt of an evaluated text is an eighth of a block
 
 
 def make_corpora(
@@ -126,7 +125,7 @@ def sizes_for(
     large vocabulary do, because their steps take longer, and GRPO gets fewer prompts a step.
     `has_natural`: the natural model has read other texts. If not, it is larger than the generator
     and learns longer, to know more of the same text. `longest`: block size of an existing natural
-    model, which then is not trained. Raise UserError if it is below SHORT_CONTEXT.
+    model, which then is not trained. Raise UserError if it is below MIN_BLOCK.
     """
     block_size = BLOCK_SIZE
     if num_tokens < SHORT_TEXT:
@@ -139,11 +138,11 @@ def sizes_for(
     max_iters["train"] *= min(2.0, max(0.5, num_tokens / DEFAULT_TOKENS))
     if longest is not None:
         require(
-            longest >= SHORT_CONTEXT,
-            f"natural_model has a block_size of {longest}, but at least {SHORT_CONTEXT} is needed: "
+            longest >= MIN_BLOCK,
+            f"natural_model has a block_size of {longest}, but at least {MIN_BLOCK} is needed: "
             "use another one, or --natural_text",
         )
-        block_size = min(block_size, longest - longest % SHORT_CONTEXT)
+        block_size = min(block_size, longest)
         del max_iters["natural_model"]
     options = {}
     for section, steps in max_iters.items():

@@ -31,8 +31,8 @@ from helpers import settings_of
 
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
-    "nodes of the product": 46_521,
-    "nodes of tests": 45_878,
+    "nodes of the product": 46_298,
+    "nodes of tests": 45_798,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
     "nodes per line": 6.9,
@@ -42,7 +42,7 @@ BUDGETS = {
     "conditional expressions per 100 lines": 2.0,
     "files at the root": 14,
     "folders": 9,
-    "options of train": 37,
+    "options of train": 36,
     "options of train_grpo": 26,
     "options of train_reward_model": 14,
     "options of prepare_reward_data": 18,

@@ -60,7 +60,7 @@ LOSSES = ("train_loss", "select_loss", "val_loss", "gradient_norm")
 
 
 def test_two_ranks_with_half_the_batch_each_do_what_one_does(tmp_path, corpus):
-    options = {**TINY_TRAIN, "gradient_accumulation_steps": 2, "short_contexts": [8]}
+    options = {**TINY_TRAIN, "gradient_accumulation_steps": 2}
     paths = [tmp_path / name / "model_checkpoint.pt" for name in ("one", "two")]
     succeed("train", **options, dataset=corpus, out_dir=paths[0].parent)
     process = start_ranks_of("train.py", **options, dataset=corpus, out_dir=paths[1].parent)

@@ -98,7 +98,7 @@ def test_sizes_follow_the_length():
     assert long["natural_model"][2:4] == ["--max_iters=650", "--n_layer=4"]
     assert "train_grpo" not in short and long["train_grpo"] == ["--prompts_per_step=24"]
     given = sizes_for(80_000, 320, True, longest=70)
-    assert "natural_model" not in given and given["train"][0] == "--block_size=64"
+    assert "natural_model" not in given and given["train"][0] == "--block_size=70"
     with pytest.raises(UserError, match="block_size of 8, but at least 16 is needed"):
         sizes_for(80_000, 320, True, longest=8)
 
@@ -106,11 +106,11 @@ def test_sizes_follow_the_length():
 def test_settings_of_stages():
     words = (
         "--text a.txt --train.max_iters 4 b --train_grpo.group-size=2 --controls False "
-        "--train.short_contexts 8 16"
+        "--train_grpo.function_weight 1 2"
     )
     others, own = options_of_stages(words.split(), list(run_cycles.SECTIONS))
     assert others == ["--text", "a.txt", "--controls", "False"]
-    assert own["train"] == ["--max_iters", "4", "b", "--short_contexts", "8", "16"]
-    assert own["train_grpo"] == ["--group-size=2"]
+    assert own["train"] == ["--max_iters", "4", "b"]
+    assert own["train_grpo"] == ["--group-size=2", "--function_weight", "1", "2"]
     with pytest.raises(UserError, match=r"trian is not a section; sections are train,"):
         options_of_stages(["--trian.max_iters", "4"], list(run_cycles.SECTIONS))

@@ -5,7 +5,6 @@ pytest tests/test_train.py
 
 import re
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -97,12 +96,9 @@ REFUSED = r"""
 --init_from scratchh => init_from=scratchh
 --n_layer 2 => n_layer=2: {generator}, .*n_layer=1
 --block_size 32 => block_size=32: {generator}, .*block_size=16
---init_from scratch --short_contexts 3 => short_contexts: 3 .*block_size=128
 --bias True => bias=True: {generator}, .*bias=False
 --lr_schedule linear --min_lr 1e-4 => lr_schedule=linear: .*min_lr
 --lr_schedule cooldown --decay_lr False => lr_schedule=cooldown: decay_lr
---short_contexts 0 => short_contexts: 0 .*block_size=16
---short_contexts 8 24 => short_contexts: 24 .*block_size=16
 --init_from scratch --n_head 3 => n_embd=128 is not a multiple of n_head=3
 """
 
@@ -141,29 +137,12 @@ def test_eval_only_evaluates_the_checkpoint_that_is_named(options, generator):
     )
 
 
-def test_short_contexts_by_hand():
-    settings = train.TrainSettings(batch_size=4, short_contexts=(4, 8))
-    shapes = [train.batch_shape(step, settings, 16, 10) for step in range(10)]
-    assert shapes == [(4, 16)] * 3 + [(8, 8)] * 3 + [(16, 4)] * 4
-    run = SimpleNamespace(first_settings={"init_from": "scratch"})
-    longest = [train.longest_context(step, run, settings, 16, 10) for step in range(11)]
-    assert longest == [4] * 4 + [8] * 3 + [16] * 4
-
-
-def test_only_evaluations_at_the_whole_context_select_the_model(tmp_path, corpus, monkeypatch):
-    """They replace a lower loss at a short context, and begin the patience anew."""
-    losses = iter([3.0, 2.0, 1.0, 2.5, 2.4, 2.45])
-    contexts = []
-
-    def measured(model, corpus, settings, ranks, dtype, name, context=None):
-        contexts.append(context)
-        return {name: next(losses, 2.0)}
-
-    monkeypatch.setattr(train, "measure", measured)
-    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "max_iters": 10}
-    out = succeed("train", **{**options, "eval_interval": 2, "short_contexts": [4, 8]})
-    assert contexts == [4, 4, 8, 8, 16, 16, None]
-    assert "Best select_loss: 2.4000" in out and "at step 8" in out
+def test_the_evaluation_of_the_lowest_loss_is_kept(tmp_path, corpus, monkeypatch):
+    losses = iter([3.0, 2.5, 2.4, 2.45])
+    monkeypatch.setattr(train, "measure", lambda *arguments: {arguments[-1]: next(losses, 2.0)})
+    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "max_iters": 6}
+    out = succeed("train", **{**options, "eval_interval": 2})
+    assert "Best select_loss: 2.4000" in out and "at step 4" in out
 
 
 NANOGPT_SCHEDULE = {"learning_rate": 2e-3, "min_lr": 5e-4, "lr_decay_iters": 6}

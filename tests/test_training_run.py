@@ -137,7 +137,6 @@ SETTINGS = {
     **TINY_TRAIN,
     "optimizer": "muon",
     "dropout": 0.1,
-    "short_contexts": [4, 8],
     "lr_schedule": "cooldown",
 }
 

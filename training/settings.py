@@ -89,8 +89,6 @@ class TrainSettings(Settings):
     """learning rate at the end of the cosine; None: a tenth of learning_rate"""
     decay_lr: bool = True
     """False: learning_rate at every step, without warm-up or schedule"""
-    short_contexts: tuple[int, ...] = ()
-    """context lengths, in tokens, of the first 60 % of steps, like 8 16; empty: block_size"""
     warmup_iters: int = setting(20, minimum=0)
     """steps of linear warm-up"""
     patience: int | None = setting(None, minimum=1, changeable=True)
@@ -139,17 +137,6 @@ class TrainSettings(Settings):
         config = GPTConfig(n_head=self.n_head, n_embd=self.n_embd, position=self.position)
         impossible = config.problem() or ""
         errors.check(not impossible, impossible, "Change --n_head or --n_embd")
-        if self.init_from == "scratch":  # else the block size is that of the loaded model
-            self.check_contexts(self.block_size, errors)
-
-    def check_contexts(self, block_size: int, errors: Errors) -> None:
-        """Check that short contexts divide the block size: every step reads as many tokens."""
-        for length in self.short_contexts:
-            errors.check(
-                length > 0 and block_size % length == 0,
-                f"short_contexts: {length} does not divide block_size={block_size}",
-                "Choose lengths that do",
-            )
 
     def check_shape(self, config: GPTConfig) -> None:
         """Raise UserError if a setting contradicts the shape of the checkpoint to start from."""
@@ -160,7 +147,6 @@ class TrainSettings(Settings):
             fits = setting_value in (actual, getattr(TrainSettings, name))
             problem = f"{name}={setting_value}: {self.start_path}, from which this run starts,"
             errors.check(fits, f"{problem} has {name}={actual}", f"Leave out --{name}")
-        self.check_contexts(config.block_size, errors)
         errors.raise_if_any()
 
 
