@@ -54,7 +54,7 @@ BUDGETS = {
     "options of data/shakespeare_char/prepare": 0,  # those of every corpus
     "options of interop/crossover_reward": 6,
     "options of interop/export": 3,
-    "options of all scripts": 146,
+    "options of all scripts": 145,
 }
 # Which modules a script may load, by folder or name. grpo in evaluate and
 # generation in reward_dataset_loader are not needed, but loaded today.
