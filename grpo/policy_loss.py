@@ -93,19 +93,19 @@ def kl_of_update(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tens
 
 def policy_loss(
     log_probs: Tensor,
-    old_log_probs: Tensor | None,
+    old_log_probs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
-    epsilon: float = 0.2,
-    reference_log_probs: Tensor | None = None,
-    beta: float = 0.0,
+    epsilon: float,
+    reference_log_probs: Tensor,
+    beta: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss () to minimise, and metrics () without gradient.
 
-    log_probs, old_log_probs, reference_log_probs: (B, T), of the tokens under the policy, under the
-    policy that sampled them (None: this one), and under the reference of the KL. advantages: (B,)
-    or (B, T). mask: (B, T), the tokens that count; values elsewhere are ignored, NaN included.
+    All tensors are (B, T). log_probs, old_log_probs, reference_log_probs: of the tokens under the
+    policy, under the policy that sampled them, and under the reference of the KL. mask: the tokens
+    that count; finite values elsewhere are ignored.
 
     Loss of a token with ratio r = exp(log_prob - old_log_prob) and advantage A (GRPO, equation 3;
     PPO, equation 7):
@@ -115,24 +115,15 @@ def policy_loss(
     Differences of log-probabilities are clamped to +-MAX_EXPONENT. Metrics: kl_update
     (`kl_of_update`), and clip_share: the share of tokens whose gradient the clip stopped.
     """
-    is_counted = mask != 0
-    log_probs = at_least_float32(log_probs).masked_fill(~is_counted, 0.0)
-    if old_log_probs is None:
-        old_log_probs = log_probs.detach()
-    old_log_probs = old_log_probs.masked_fill(~is_counted, 0.0)
-    advantages = advantages.view(len(log_probs), -1).expand_as(log_probs)  # (B,) -> (B, T)
-    advantages = advantages.masked_fill(~is_counted, 0.0)
-    mask = is_counted.to(log_probs.dtype)
+    log_probs = at_least_float32(log_probs)
+    mask = mask.to(log_probs.dtype)
     log_ratio = (log_probs - old_log_probs).clamp(-MAX_EXPONENT, MAX_EXPONENT)
     ratio = log_ratio.exp()  # (B, T)
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
     per_token = -torch.min(ratio * advantages, clipped * advantages)
     is_stopped = clipped * advantages < ratio * advantages
     if beta:
-        assert reference_log_probs is not None
-        reference_log_probs = reference_log_probs.masked_fill(~is_counted, 0.0)
-        kl = kl_estimate(log_probs, reference_log_probs)
-        per_token = per_token + beta * kl * mask
+        per_token = per_token + beta * kl_estimate(log_probs, reference_log_probs)
     metrics = {
         "kl_update": kl_of_update(log_probs, old_log_probs, mask),
         "clip_share": (is_stopped * mask).sum() / mask.sum().clamp(min=1),

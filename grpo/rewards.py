@@ -20,12 +20,10 @@ def token_rewards(scores: Scores, log_probs: Tensor) -> Tensor:
     """Return the reward model's rewards (R, N - 1) of tokens.
 
     log_probs: (R, N - 1), log pi of the policy that sampled. A likelihood head rewards a token with
-    log(m/q) - log(pi/q), whose expectation is -KL(pi || m); other heads with P(token is natural).
+    log(m/q) - log(pi/q), whose expectation is -KL(pi || m).
     """
-    if scores.evidence is not None:
-        return scores.evidence - (log_probs - scores.reference_log_probs)
-    assert scores.by_token is not None  # credit=token needs one of the two
-    return scores.by_token
+    assert scores.evidence is not None  # credit=token needs it
+    return scores.evidence - (log_probs - scores.reference_log_probs)
 
 
 def sequence_rewards(scores: Scores, log_probs: Tensor, mask: Tensor) -> Tensor:

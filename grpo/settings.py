@@ -53,7 +53,7 @@ class GRPOSettings(Settings):
     function_weight: tuple[float, ...] | None = None
     """weight of the advantages of each reward function; None: 1 each"""
     credit: Literal["auto", "token", "sequence", "exact"] = "auto"
-    """auto: exact (over the vocabulary) if the reward model allows it, else token, else sequence"""
+    """auto: exact (over the vocabulary) if the reward allows it, else sequence"""
     prefixes: Literal["own", "natural"] = "own"
     """with credit=exact: completions of the policy, or natural text (off-policy distillation)"""
     epsilon: float = setting(0.2, above=0)
@@ -122,42 +122,24 @@ def resolve(settings: GRPOSettings, is_ratio: bool) -> GRPOSettings:
     """Return the settings with credit, reward and beta filled in from the reward model's head.
 
     is_ratio: the head compares two models (likelihood head), so that it has evidence of each token.
-    Without a reward model credit=auto stays: the reward function returns numbers of sequences or of
-    tokens. Raise UserError if the head lacks what the settings ask for, or if they have options
-    that do not apply to the chosen credit.
+    credit=auto becomes exact with evidence: it sums over the vocabulary, which P(natural) does not
+    allow. Reward functions do not matter here: their part is sampled. Raise UserError if the reward
+    lacks what the settings ask for, or if they have options that do not apply to the chosen credit.
     """
+    has_evidence = is_ratio and settings.reward == "evidence"
     credit = settings.credit
-    reward = settings.reward
+    if credit == "auto":
+        credit = "exact" if has_evidence else "sequence"
+        errors = Errors()
+        replace(settings, credit=credit).check_settings(errors)
+        errors.raise_if_any()
+    require(
+        has_evidence or credit == "sequence" or settings.reward_model_path is None,
+        f"credit={credit}: {settings.reward_model_path} has no per-token rewards; "
+        "use --credit auto, or the evidence of a reward model with a likelihood head",
+    )
+    reward = settings.reward if has_evidence else "natural"
     beta = settings.beta
-    if settings.reward_model_path is not None:
-        if not is_ratio:
-            reward = "natural"
-        if credit == "auto":
-            credit = choose_credit(settings, is_ratio)
-            errors = Errors()
-            replace(settings, credit=credit).check_settings(errors)
-            errors.raise_if_any()
-        require(
-            is_ratio or credit == "sequence",
-            f"credit={credit}: {settings.reward_model_path} has no per-token rewards; "
-            "use --credit auto, or a reward model with a likelihood head",
-        )
-    reward_has_kl = is_ratio and settings.reward == "evidence"
-    if beta is None and reward_has_kl:
-        beta = 0.0
-    elif beta is None:
-        beta = DEFAULT_BETA
+    if beta is None:
+        beta = 0.0 if has_evidence else DEFAULT_BETA
     return replace(settings, credit=credit, reward=reward, beta=beta)
-
-
-def choose_credit(settings: GRPOSettings, is_ratio: bool) -> Literal["token", "sequence", "exact"]:
-    """Return the credit of the least variance that the reward allows, for credit=auto.
-
-    exact needs a reward that is a ratio of two models: it sums over the vocabulary, which
-    P(natural) does not allow. Reward functions do not matter here: their part is sampled.
-    """
-    if is_ratio and settings.reward == "evidence":
-        return "exact"
-    if is_ratio:
-        return "token"
-    return "sequence"

@@ -43,7 +43,7 @@ class Stops(SavedAttributes):
         # Figures are in nats per token, limits in nats per character.
         self.characters_per_token = characters_per_token
         # Evidence is in nats; P(natural) and a function's reward are not.
-        self.in_nats = settings.reward_model_path is not None and settings.reward == "evidence"
+        self.in_nats = settings.reward == "evidence"
         self.start_loss = math.nan  # of the starting policy on natural text
         self.rewards: list[float] = []  # per step: mean P(natural)
         self.objectives: list[float] = []  # per step: mean of what is optimised
@@ -53,9 +53,6 @@ class Stops(SavedAttributes):
     def cap(self, name: str) -> float:
         """Return a cap in nats per token."""
         return CAPS[name] * self.characters_per_token
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict({"has_warned": False, **state})  # absent in earlier versions
 
     def start(self, evaluation: Mapping[str, Any]) -> None:
         """Record the figures of the starting policy, with which later ones are compared."""

@@ -141,6 +141,7 @@ def loss_of_rows(
     else:
         log_probs = rollouts.log_probs(policy)
     if advantages is not None:
+        assert rollouts.old_log_probs is not None  # natural text has no advantages
         loss, metrics = formulas.policy_loss(
             log_probs,  # (R, N - 1)
             rollouts.old_log_probs,
@@ -154,8 +155,7 @@ def loss_of_rows(
     assert isinstance(divergence, Tensor)
     if rollouts.old_log_probs is None:
         return divergence, {}
-    old_log_probs = rollouts.old_log_probs.masked_fill(~mask, 0.0)
-    kl = formulas.kl_of_update(log_probs.detach(), old_log_probs, mask.to(log_probs.dtype))
+    kl = formulas.kl_of_update(log_probs.detach(), rollouts.old_log_probs, mask.to(log_probs.dtype))
     return divergence, {"kl_update": kl}
 
 

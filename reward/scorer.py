@@ -15,7 +15,6 @@ from common.device import autocast
 from common.process import require
 from losses import scatter_to_mask, token_log_probs
 from model import GPT
-from reward.posterior import natural_probabilities
 from reward.user_function import RewardFunction
 
 
@@ -36,8 +35,6 @@ class Scores:
     natural: Tensor | None = None  # (R,): P(natural); None without a reward model
     # (R, N - 1): log(m / q) of all tokens but the first; None: P(natural) is the reward
     evidence: Tensor | None = None
-    # (R, N - 1): P(token is natural); only of a likelihood model
-    by_token: Tensor | None = None
     functions: tuple[FunctionScores, ...] = ()
     # (m, C) per model of a likelihood head, before each generated token; empty unless kept
     hidden: tuple[Tensor, ...] = ()
@@ -109,12 +106,7 @@ class RewardScorer:
         hidden = model.hidden_states(ids[:, :-1])  # (R, N - 1, C) each
         log_p, log_q = model.read_hidden(hidden, ids[:, 1:])  # (R, N - 1) each
         evidence = model.calibrated(log_p - log_q)  # (R, N)
-        probabilities = natural_probabilities(evidence)  # (R, N)
-        scores = Scores(
-            reference_log_probs=log_q.masked_fill(~written, 0.0),
-            natural=probabilities.mean(1),
-            by_token=probabilities[:, 1:],
-        )
+        scores = Scores(log_q.masked_fill(~written, 0.0), natural=model.share(evidence))
         if self.gives_evidence:
             scores = replace(scores, evidence=evidence[:, 1:])
         if keep_hidden:
@@ -151,7 +143,7 @@ def have_same_weights(one: nn.Module, other: nn.Module) -> bool:
 def concatenated(parts: list[Scores]) -> Scores:
     """Join the scores of consecutive sequences by the models."""
     joined: dict[str, Any] = {}
-    for name in ("reference_log_probs", "natural", "evidence", "by_token"):
+    for name in ("reference_log_probs", "natural", "evidence"):
         tensors = [getattr(part, name) for part in parts]
         if tensors[0] is not None:
             joined[name] = torch.cat(tensors)

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from common.files import hash_file
 from common.process import UserError
 
 
@@ -40,9 +39,8 @@ class RewardFunction:
         self.weight = weight
         if not file.endswith(".py") or not self.path.is_file():
             self._fail("must be FILE.py:NAME, FILE.py an existing file")
-        self.sha256 = hash_file(self.path)
         with self._guarded():
-            self.function: Any = execute_file(self.path, self.sha256).get(self.short_name)
+            self.function: Any = execute_file(self.path).get(self.short_name)
         if not callable(self.function):
             self._fail(f"{self.path} has no function {self.short_name!r}")
 
@@ -105,7 +103,7 @@ def load_functions(
 
 
 @functools.cache
-def execute_file(path: Path, sha256: str) -> dict[str, Any]:
+def execute_file(path: Path) -> dict[str, Any]:
     """Return the names that a file defines. It may import other files of its folder.
 
     Functions of the same file share one execution.

@@ -168,11 +168,11 @@ def test_the_last_of_several_updates_is_measured_too(grpo, share_of, tmp_path):
         (True, {}, "exact"),
         (True, {"group_size": 1, "prefixes": "natural"}, "exact"),
         (True, {"reward_function": ("mine.py:score",), "epsilon": 0.1}, "exact"),
-        (True, {"reward_function": ("mine.py:score",), "reward": "natural"}, "token"),
-        (True, {"reward": "natural"}, "token"),
+        (True, {"reward_function": ("mine.py:score",), "reward": "natural"}, "sequence"),
+        (True, {"reward": "natural"}, "sequence"),
         (True, {"credit": "token", "epsilon": 0.1}, "token"),
         (False, {}, "sequence"),
-        (False, {"reward_model_path": None, "reward_function": ("mine.py:score",)}, "auto"),
+        (False, {"reward_model_path": None, "reward_function": ("mine.py:score",)}, "sequence"),
     ],
 )
 def test_auto_is_the_credit_of_least_variance(is_ratio, options, credit):

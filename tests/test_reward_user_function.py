@@ -8,11 +8,10 @@ import pytest
 import torch
 from helpers import refuse_in_one_line, succeed
 
-from common.files import hash_file
 from common.log import read_records
 from common.process import UserError
 from grpo import stopping
-from reward.user_function import RewardFunction
+from reward.user_function import RewardFunction, execute_file
 from training.checkpoint import load_checkpoint
 
 IDS = torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0]])
@@ -31,6 +30,7 @@ def made(tmp_path, monkeypatch):
     def make(text: str, name: str = "score") -> RewardFunction:
         path = tmp_path / "mine.py"
         path.write_text(text)
+        execute_file.cache_clear()
         return RewardFunction(f"{path}:{name}", lambda ids: "".join("abcd"[each] for each in ids))
 
     return make
@@ -72,7 +72,6 @@ def test_the_file_may_import_from_its_folder_and_is_run_as_no_script(made, tmp_p
     text = "from beside_mine import VALUE\ndef score(prompts): return [VALUE] * len(prompts)\n"
     function = made(text + "if __name__ == '__main__': raise SystemExit\n")
     assert function(IDS, MASK).tolist() == [7, 7]
-    assert function.sha256 == hash_file(tmp_path / "mine.py")
 
 
 def test_the_arguments_are_those_of_trl(made):
@@ -189,8 +188,8 @@ def test_a_policy_learns_what_the_function_rewards(
     assert float(weighted[1]) == pytest.approx(2 * float(after), abs=1e-3)
 
     resumed = {**options, "init_from": "resume", "allow_unpredictive_reward": True}
-    assert "reward model was" in refuse_in_one_line(
+    assert "reward_model_path was" in refuse_in_one_line(
         "train_grpo", **resumed, reward_model_path=reward_model
     )
     (tmp_path / "letters.py").write_text(LETTERS + "# another\n")
-    assert "reward function was" in refuse_in_one_line("train_grpo", **resumed)
+    assert "letters.py:share was" in refuse_in_one_line("train_grpo", **resumed)

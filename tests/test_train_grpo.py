@@ -201,14 +201,13 @@ def test_scores_are_what_the_models_say_of_whole_rows(request, generator, monkey
     ids = torch.cat(
         [prompts[:, :1], torch.where(written, torch.randint(25, (9, 4)), prompts[:, 1:])], 1
     )
-    expected = {"natural": None, "evidence": None, "by_token": None}
+    expected = {"natural": None, "evidence": None}
     with torch.no_grad():
         log_probs = token_log_probs(reference.logits(reference.trunk(ids[:, :-1])), ids[:, 1:])
         if name is not None:
             expected["natural"] = model(ids)[0][:, 0]
         if scorer.is_ratio:
             expected["evidence"] = model.output(ids)[:, 1:]
-            expected["by_token"] = model.token_probabilities(ids)[:, 1:]
     everywhere = torch.ones_like(written)
     torch.testing.assert_close(scorer(ids, everywhere).reference_log_probs, log_probs)
     for most in (64, 7, 2, 1):
