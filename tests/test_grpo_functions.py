@@ -20,28 +20,26 @@ from reward.scorer import FunctionScores, RewardScorer, Scores
 @pytest.mark.parametrize("credit", ["token", "sequence", "exact", "auto"])
 def test_each_part_is_compared_by_itself_and_weighted(credit):
     mask = torch.ones(4, 3, dtype=torch.bool)
-    one, two = torch.rand(2, 4)
-    evidence, log_probs = torch.rand(2, 4, 3)
+    rewards = torch.rand(4, 1)
+    evidence, log_probs, start = torch.rand(3, 4, 3)
     batch = Rollouts(torch.zeros(4, 4, dtype=torch.int64), mask, log_probs)
-    functions = FunctionScores("one", 0.5, one), FunctionScores("two", -3.0, two)
+    function = FunctionScores("one", -3.0, rewards[:, 0])
     natural = None if credit == "auto" else torch.rand(4)
-    scores = Scores(torch.rand(4, 3), natural, evidence, functions=functions)
+    scores = Scores(start, natural, evidence, functions=(function,))
 
-    def of_rows(rewards: torch.Tensor) -> torch.Tensor:
-        return group_advantages(rewards, 2)[:, None].expand(4, 3)
+    def compared(rewards: torch.Tensor) -> torch.Tensor:
+        if credit == "token":
+            return token_advantages(rewards.expand(4, 3), mask, 2)
+        return group_advantages(rewards[:, 0], 2)[:, None]
 
-    def of_tokens(rewards: torch.Tensor) -> torch.Tensor:
-        return token_advantages(rewards, mask, 2)
-
-    expected = {"one": 0.5 * of_rows(one), "two": -3 * of_rows(two)}
+    expected = -3 * compared(rewards)
     if credit == "token":
-        expected["one"] = 0.5 * of_tokens(one[:, None].expand(4, 3))
-        expected["two"] = -3 * of_tokens(two[:, None].expand(4, 3))
-        expected["model"] = of_tokens(token_rewards(scores, log_probs))
+        expected = expected + compared(token_rewards(scores, log_probs))
     if credit == "sequence":
-        expected["model"] = of_rows(sequence_rewards(scores, log_probs, mask))
+        expected = expected + compared(sequence_rewards(scores, log_probs, mask)[:, None])
     settings = GRPOSettings(credit=credit, group_size=2, prompts_per_step=2)
-    torch.testing.assert_close(compute_advantages(batch, scores, settings), sum(expected.values()))
+    found = compute_advantages(batch, scores, settings)
+    torch.testing.assert_close(found, expected.expand(4, 3))
 
 
 def test_functions_add_their_sampled_gradient_to_the_exact_one(monkeypatch):
@@ -51,18 +49,16 @@ def test_functions_add_their_sampled_gradient_to_the_exact_one(monkeypatch):
     batch = make_rollouts(policy, ids)
     with torch.no_grad():
         policy.lm_head.weight.mul_(1.5)
-    one = Mock(short_name="one", weight=2.0, side_effect=lambda ids, _: ids.sum(1).float())
-    two = Mock(short_name="two", weight=-0.5, side_effect=lambda ids, _: (ids == 0).float().mean(1))
+    function = Mock(short_name="sum", weight=2.0, side_effect=lambda ids, _: ids.sum(1).float())
 
-    def scored_by(model: Any, *functions: Mock) -> tuple[GPT, RewardScorer]:
-        return policy, RewardScorer(model, scorer.reference, functions=functions)
+    def scored_by(model: Any) -> tuple[GPT, RewardScorer]:
+        return policy, RewardScorer(model, scorer.reference, (function,))
 
     exact = settings_of(credit="exact", group_size=3, prompts_per_step=2)
     sampled = replace(exact, credit="auto")
-    of_model = gradient(scored_by(scorer.reward_model), batch, exact)[0]
-    of_functions = gradient(scored_by(None, one, two), batch, sampled)[0]
-    both = scored_by(scorer.reward_model, one, two)
+    of_model = gradient((policy, scorer), batch, exact)[0]
+    of_function = gradient(scored_by(None), batch, sampled)[0]
     for logits in (2**24, V):
         monkeypatch.setattr(update_module, "PIECE_LOGITS", logits)
-        found = gradient(both, batch, exact)[0]
-        torch.testing.assert_close(found, of_model + of_functions, rtol=1e-4, atol=1e-6)
+        found = gradient(scored_by(scorer.reward_model), batch, exact)[0]
+        torch.testing.assert_close(found, of_model + of_function, rtol=1e-4, atol=1e-6)

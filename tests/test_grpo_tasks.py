@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_weights, succeed, weights
+from helpers import TINY_GRPO, assert_same_weights, succeed, weights
 
 import train_grpo
 from common.log import read_records
+from common.settings import parse_settings
 from corpus.corpus import Corpus
 from grpo import stopping
 from grpo.settings import GRPOSettings, resolve
@@ -54,13 +55,12 @@ def grpo(monkeypatch, tmp_path, corpus, generator):
         monkeypatch.setattr(stopping, "CAPS", {"kl_step": 1.0} | (caps or {}))
         monkeypatch.setattr(stopping, "PLATEAU_WINDOWS", 1000)
         common = {
+            **TINY_GRPO,
             "base_model_path": generator,
             "reward_model_path": generator,
             "dataset": corpus,
-            "device": "cpu",
             "output_path": tmp_path / "policy.pt",
             "overwrite": True,
-            "allow_unpredictive_reward": True,
             "prompts_per_step": 8,
             "group_size": 8,
             "reward_threshold": 1.0,
@@ -86,18 +86,14 @@ def share_of(corpus: Path):
     return make
 
 
-def test_the_policy_learns_to_write_a_letter(grpo, share_of):
-    """The mean reward passes 90 percent of its maximum, 1, within 100 steps; the threshold ends the
-    run.
+def test_a_letter_is_learned_the_collapse_shows_and_a_large_beta_holds_the_policy(grpo, share_of):
+    """The mean reward passes 90 percent of its maximum, 1, and the threshold ends the run.
+
+    No KL and no cap: natural loss rises, and completions beat natural text.
     """
-    steps, _ = grpo(share_of("e"), max_steps=100, updates_per_step=2, reward_threshold=0.92)
+    steps, looks = grpo(share_of("e"), max_steps=100, eval_interval=20, reward_threshold=0.92)
     rewards = [record["reward"] for record in steps]
-    assert rewards[0] < 0.2 and max(rewards) > 0.9 and len(rewards) < 100
-
-
-def test_a_collapse_shows_in_the_figures_and_a_large_beta_holds_the_policy(grpo, share_of):
-    """No KL and no cap: natural loss rises, and completions beat natural text."""
-    steps, looks = grpo(share_of("e"), max_steps=40, eval_interval=20)
+    assert rewards[0] < 0.2 and max(rewards) > 0.9 and 20 < len(rewards) < 100
     first, last = looks[0], looks[-1]
     assert last["select_loss"] > first["select_loss"] + 1
     assert last["fresh_reward_low"] > last["natural_reward_high"] + 0.5
@@ -134,47 +130,52 @@ def test_an_update_that_moves_too_far_ends_the_run_or_with_several_a_step_the_up
     grpo, share_of, tmp_path, monkeypatch
 ):
     """The cap is per character: with tokens of (pretended) 10,000 characters it is far away."""
-    steps, _ = grpo(share_of("e"), caps={"kl_step": 1e-4}, max_steps=4, eval_interval=1)
-    assert len(steps) == 1 and steps[0]["kl_step"] > 1e-4
-    assert "cap: kl_step" in torch.load(tmp_path / "policy.pt")["training"]["stop_reason"]
-    steps, _ = grpo(share_of("e"), caps={"kl_step": 1e-4}, max_steps=3, updates_per_step=6)
+    several = {"caps": {"kl_step": 1e-4}, "max_steps": 3, "updates_per_step": 6}
+    steps, _ = grpo(share_of("e"), **several)
     assert len(steps) == 3 and all(
         record["updates"] < 6 and record["kl_update"] > 1e-4 for record in steps
     )
     assert "kl_step" not in steps[-1]
     monkeypatch.setattr(Corpus, "characters_per_token", 1e4)
-    steps, _ = grpo(share_of("e"), caps={"kl_step": 1e-4}, max_steps=3, updates_per_step=6)
+    steps, _ = grpo(share_of("e"), **several)
     assert len(steps) == 3 and all(record["updates"] == 6 for record in steps)
 
 
-def test_the_last_of_several_updates_is_measured_too(grpo, share_of, tmp_path):
-    """At an evaluation, and above the cap it ends the run. The first of the two updates is below
-    the cap.
-    """
-    steps, _ = grpo(share_of("e"), max_steps=1, updates_per_step=2)
-    (record,) = steps
-    assert 0 < record["kl_update"] < record["kl_step"]
-    cap = (record["kl_update"] + record["kl_step"]) / 2
-    steps, _ = grpo(
-        share_of("e"), caps={"kl_step": cap}, max_steps=4, updates_per_step=2, eval_interval=1
-    )
-    assert len(steps) == 1 and steps[0]["updates"] == 2
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_last_update_of_a_step_is_measured_and_above_the_cap_ends_the_run(
+    grpo, share_of, tmp_path, updates
+):
+    """At an evaluation. The first of two updates is below the cap."""
+    (record,), _ = grpo(share_of("e"), max_steps=1, updates_per_step=updates)
+    before = record["kl_update"]
+    assert (0 < before < record["kl_step"]) if updates == 2 else (before < 1e-6)
+    cap = (before + record["kl_step"]) / 2
+    options = {"caps": {"kl_step": cap}, "max_steps": 4, "eval_interval": 1}
+    steps, _ = grpo(share_of("e"), **options, updates_per_step=updates)
+    assert len(steps) == 1 and steps[0]["updates"] == updates and steps[0]["kl_step"] > cap
     assert "cap: kl_step" in torch.load(tmp_path / "policy.pt")["training"]["stop_reason"]
 
 
-@pytest.mark.parametrize(
-    ("is_ratio", "options", "credit"),
-    [
-        (True, {}, "exact"),
-        (True, {"group_size": 1, "prefixes": "natural"}, "exact"),
-        (True, {"reward_function": ("mine.py:score",), "epsilon": 0.1}, "exact"),
-        (True, {"reward_function": ("mine.py:score",), "reward": "natural"}, "sequence"),
-        (True, {"reward": "natural"}, "sequence"),
-        (True, {"credit": "token", "epsilon": 0.1}, "token"),
-        (False, {}, "sequence"),
-        (False, {"reward_model_path": None, "reward_function": ("mine.py:score",)}, "sequence"),
-    ],
-)
-def test_auto_is_the_credit_of_least_variance(is_ratio, options, credit):
-    settings = GRPOSettings(**{"reward_model_path": "reward.pt", **options})
-    assert resolve(settings, is_ratio).credit == credit
+# Options, and the credit with a likelihood head.
+CREDITS = """
+ => exact
+--group_size 1 --prefixes natural => exact
+--reward_function mine.py:score --epsilon 0.1 => exact
+--reward natural => sequence
+--credit token --epsilon 0.1 => token
+"""
+
+
+@pytest.mark.parametrize("line", CREDITS.strip("\n").splitlines())
+def test_auto_is_the_credit_of_least_variance(line):
+    options, credit = line.split(" => ")
+    options = ["--reward_model_path", "reward.pt", *options.split()]
+    settings = parse_settings(GRPOSettings, "train_grpo", options, check=False)
+    assert resolve(settings, is_ratio=True).credit == credit
+
+
+def test_without_a_likelihood_head_auto_is_of_sequences():
+    last = GRPOSettings(reward_model_path="reward.pt")
+    assert resolve(last, is_ratio=False).credit == "sequence"
+    functions = GRPOSettings(reward_function=("mine.py:score",))
+    assert resolve(functions, is_ratio=False).credit == "sequence"

@@ -18,7 +18,6 @@ from helpers import (
     assert_same_weights,
     call,
     end_in_call,
-    folder_bytes,
     make_checkpoint,
     printed_lines,
     refuse,
@@ -149,6 +148,7 @@ def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(
 # Options, and what the error says.
 REFUSED = """
 --credit token --group_size 1 => group_size=1 leaves credit=token nothing to compare
+--epsilon .1 => but not with credit=token
 --credit exact --epsilon .1 => epsilon=0.1 is ignored with credit=exact
 --credit token --prefixes natural => prefixes=natural is ignored with credit=token
 --prefixes natural --reward_threshold .5 => reward_threshold=0.5 is ignored with prefixes=natural
@@ -180,45 +180,29 @@ def test_what_the_head_does_not_know_is_refused_with_the_way_out(good, reward_mo
         assert " credit=sequence" in refuse("train_grpo", **{**last, **option})
 
 
-def test_options_of_sampled_tokens_name_the_credit_that_they_need(good):
-    assert "but not with credit=token" in refuse("train_grpo", **good, epsilon=0.1)
-    assert not good["output_path"].parent.exists()
-
-
 @pytest.mark.parametrize("name", ["predictive_reward_model", "reward_model", None])
 def test_scores_are_what_the_models_say_of_whole_rows(request, generator, monkeypatch, name):
-    """Prompts of 1, 2 and 4 of 5 tokens, three completions of each; read in parts of two groups,
-    and of one row.
-    """
+    """Of rows with prompts of 1, 2 and 4 of 5 tokens, all at a time, and two."""
     model, reference = None, build_model(load_checkpoint(generator))
     if name is not None:
         model = build_reward_model(load_checkpoint(request.getfixturevalue(name)))
     scorer = RewardScorer(model, reference)
-    torch.manual_seed(0)
-    lengths = torch.tensor([1, 2, 4]).repeat_interleave(3)
-    written = torch.arange(1, 5) >= lengths[:, None]
-    prompts = torch.randint(25, (3, 5)).repeat_interleave(3, 0)
-    ids = torch.cat(
-        [prompts[:, :1], torch.where(written, torch.randint(25, (9, 4)), prompts[:, 1:])], 1
-    )
-    expected = {"natural": None, "evidence": None}
+    ids = torch.randint(25, (9, 5), generator=torch.Generator().manual_seed(0))
+    written = torch.arange(1, 5) >= torch.tensor([1, 2, 4] * 3)[:, None]
     with torch.no_grad():
         log_probs = token_log_probs(reference.logits(reference.trunk(ids[:, :-1])), ids[:, 1:])
-        if name is not None:
-            expected["natural"] = model(ids)[0][:, 0]
-        if scorer.is_ratio:
-            expected["evidence"] = model.output(ids)[:, 1:]
-    everywhere = torch.ones_like(written)
-    torch.testing.assert_close(scorer(ids, everywhere).reference_log_probs, log_probs)
-    for most in (64, 7, 2, 1):
+    for most in (64, 2):
         monkeypatch.setattr(GPT, "rows_at_a_time", lambda self, most=most: most)
-        scores = scorer(ids, written, keep_hidden=scorer.is_ratio)
-        torch.testing.assert_close({each: getattr(scores, each) for each in expected}, expected)
+        scores = scorer(ids, written)
         torch.testing.assert_close(scores.reference_log_probs, log_probs.masked_fill(~written, 0.0))
-        if scorer.is_ratio:
-            _, log_q = model.distributions(scores.hidden)
-            tokens = ids[:, 1:][written][:, None]
-            torch.testing.assert_close(log_q.gather(1, tokens)[:, 0], log_probs[written])
+        if name is None:
+            assert scores.natural is None
+            continue
+        torch.testing.assert_close(scores.natural, model(ids)[0][:, 0])
+        if not scorer.is_ratio:
+            assert scores.evidence is None
+            continue
+        torch.testing.assert_close(scores.evidence, model.output(ids)[:, 1:])
 
 
 V, PROMPT = 3, 2  # tokens, and the one that every prompt consists of
@@ -295,37 +279,25 @@ def test_sampled_gradients_have_the_exact_one_as_their_expectation(monkeypatch, 
     torch.testing.assert_close(2 * expected_gradient(models, in_pairs), exact, rtol=1e-4, atol=1e-6)
 
 
-def test_micro_batches_of_sampled_tokens_change_nothing(monkeypatch):
+@pytest.mark.parametrize("credit", ["token", "exact"])
+def test_micro_batches_and_pieces_of_the_vocabulary_change_nothing(monkeypatch, credit):
+    """Loss and gradient, for any number of rows and positions at a time."""
     models = make_models(0.5)
     ids = torch.randint(V, (8, 3), generator=torch.Generator().manual_seed(0))
     first = torch.tensor([True, False, False, True]).repeat_interleave(2)
     batch = make_rollouts(models[0], ids, first)
-    settings = settings_of(group_size=2, beta=0.1)
-    whole = gradient(models, batch, settings)
-    monkeypatch.setattr(GPT, "rows_at_a_time", lambda self: 3)
-    found = gradient(models, batch, settings)
-    torch.testing.assert_close(found[0], whole[0], rtol=1e-4, atol=1e-6)
-    assert found[1] == pytest.approx(whole[1], rel=1e-4)
-
-
-def test_pieces_of_the_vocabulary_change_nothing(monkeypatch):
-    """Loss and gradient, for any number of positions at a time and any micro-batch."""
-    models = make_models(0.5)
-    ids = torch.randint(V, (7, 3), generator=torch.Generator().manual_seed(0))
-    settings, pieces = settings_of(credit="exact"), Mock(side_effect=checkpoint)
+    settings = settings_of(credit=credit, group_size=2, beta=0.1)
+    pieces = Mock(side_effect=checkpoint)
     monkeypatch.setattr(update_module, "checkpoint", pieces)
-
-    first = torch.tensor([True, False, False, True, False, True, True])
-    batch = make_rollouts(models[0], ids, first)
     whole = gradient(models, batch, settings)
     assert pieces.call_count == 0
-    for logits, micro_rows, number in ((V, 4, 11), (4 * V, 3, 2)):
+    for logits, micro_rows, number in ((V, 4, 12), (4 * V, 3, 2)):
         monkeypatch.setattr(update_module, "PIECE_LOGITS", logits)
         monkeypatch.setattr(GPT, "rows_at_a_time", lambda self, most=micro_rows: most)
         found = gradient(models, batch, settings)
         torch.testing.assert_close(found[0], whole[0], rtol=1e-4, atol=1e-6)
         assert found[1] == pytest.approx(whole[1], rel=1e-4)
-        assert pieces.call_count == number
+        assert pieces.call_count == (number if credit == "exact" else 0)
         pieces.reset_mock()
 
 
@@ -373,18 +345,6 @@ def test_the_exact_gradient_nears_the_mixture(good, monkeypatch, more):
         assert looks[0] == pytest.approx(steps[0]["loss"], rel=0.5)
 
 
-def test_more_steps_than_the_schedule_has_are_refused(good):
-    """Steps beyond the end of a schedule that falls to 0 would change nothing."""
-    options = {**good, "max_steps": 2, "lr_schedule": "linear"}
-    succeed("train_grpo", **options)
-    before = folder_bytes(good["output_path"].parent)
-    options.update(init_from="resume", max_steps=3)
-    line = refuse_in_one_line("train_grpo", **options)
-    assert "max_steps=3: the learning rate of lr_schedule=linear is 0 from step 2 on" in line
-    assert "use --max_steps 2, or retrain" in line
-    assert folder_bytes(good["output_path"].parent) == before
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -423,5 +383,8 @@ def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
     for max_steps in (4, 5):
         succeed("train_grpo", **{**parts, "init_from": "resume", "max_steps": max_steps})
     assert_same_weights(weights(parts["output_path"]), weights(options["output_path"]))
+    line = refuse_in_one_line("train_grpo", **{**parts, "init_from": "resume", "max_steps": 6})
+    assert "max_steps=6: the learning rate of lr_schedule=linear is 0 from step 5 on" in line
+    assert "use --max_steps 5, or retrain" in line
     one, other = (untimed(each["output_path"].with_suffix(".jsonl")) for each in (parts, options))
     assert one == other
