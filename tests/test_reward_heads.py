@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 from common.process import UserError
 from losses import MAX_LOG_RATIO
-from model import GPT, REWARD_HEADS, GPTConfig
+from model import GPT, GPTConfig
 from reward.heads import (
     LikelihoodRewardModel,
     build_reward_model,
     make_reward_model,
 )
-from training.checkpoint import build_model, load_checkpoint, save_checkpoint
+from training.checkpoint import load_checkpoint, save_checkpoint
 
 N, V = 12, 5
 CONFIG = GPTConfig(block_size=N, vocab_size=V, n_layer=1, n_head=2, n_embd=16)
@@ -48,32 +48,29 @@ def some_text(count: int) -> torch.Tensor:
 
 
 def log_probs_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities (B, N - 1) float64, one prefix at a time."""
-    columns = []
-    for t in range(1, idx.size(1)):
-        log_probs = model(idx[:, :t])[0][:, -1].double().log_softmax(-1)
-        columns.append(log_probs.gather(1, idx[:, [t]]))
-    return torch.cat(columns, 1)
-
-
-def posterior_by_hand(model: LikelihoodRewardModel, idx: torch.Tensor) -> torch.Tensor:
-    """P(K | x) (B, N - 1): the likelihood of the whole text for every K, normalised."""
-    natural = log_probs_by_hand(model.natural, idx)
-    written = log_probs_by_hand(model.generator, idx)
-    joint = [natural[:, : K - 1].sum(1) + written[:, K - 1 :].sum(1) for K in range(1, idx.size(1))]
-    return torch.stack(joint, 1).softmax(1)
+    """Log-probabilities (B, N - 1) float64."""
+    log_probs = model.logits(model.trunk(idx)).double().log_softmax(-1)[:, :-1]
+    return log_probs.gather(2, idx[:, 1:, None])[..., 0]
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
 @torch.no_grad()
-def test_shares_are_those_of_bayes(position):
-    model = reward_model(position=position)
+def test_evidence_is_of_the_mixture_of_both_models_and_shares_are_those_of_bayes(position):
+    """From the likelihood of the whole text for every K."""
+    model = reward_model(mixture=1.5, position=position)
     idx = some_text(40)
-    posterior = posterior_by_hand(model, idx)
+    q = log_probs_by_hand(model.generator, idx)
+    w = 1 / (1 + math.exp(-1.5))
+    m = (w * log_probs_by_hand(model.natural, idx).exp() + (1 - w) * q.exp()).log()
+    evidence = F.pad(m - q, (1, 0))
+    torch.testing.assert_close(model.output(idx).double(), evidence, rtol=1e-4, atol=1e-5)
+    joint = [m[:, : K - 1].sum(1) + q[:, K - 1 :].sum(1) for K in range(1, N)]
+    posterior = torch.stack(joint, 1).softmax(1)  # P(K | x) (B, N - 1)
     share = posterior @ torch.arange(1, N).double() / N
     assert share.std() > 0.1
-    probabilities, loss = model(idx)
-    assert loss is None
+    targets = torch.tensor([[0.25, 0.75]] * 40)
+    probabilities, loss = model(idx, targets)
+    assert loss.item() == pytest.approx((probabilities - targets).square().mean().item())
     torch.testing.assert_close(probabilities[:, 0].double(), share, rtol=0, atol=1e-5)
     torch.testing.assert_close(probabilities.sum(1), torch.ones(40))
     expected = F.pad(posterior.flip(1).cumsum(1).flip(1), (0, 1))  # P(K >= k), k = 1 ..
@@ -100,77 +97,35 @@ def test_only_the_natural_model_and_the_mixture_learn():
         make_reward_model(model.config)  # without its generator
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("vocab_size", 6), ("block_size", 16), ("num_tokens", 4)]
-)
+@pytest.mark.parametrize(("name", "value"), [("vocab_size", 6), ("num_real_tokens", 4)])
 def test_models_of_other_tokens_are_refused(name, value):
-    named = "num_real_tokens" if name == "num_tokens" else name
-    with pytest.raises(UserError, match=f"{named} .* {getattr(CONFIG, named)} .* {value} "):
-        LikelihoodRewardModel(tiny_gpt(1), tiny_gpt(3, **{name: value}))
+    """test_train_reward_model.py has one of shorter texts."""
+    other = tiny_gpt(3, **{name.replace("real_", ""): value})
+    with pytest.raises(UserError, match=f"{name} .* {V} .* {value} "):
+        LikelihoodRewardModel(tiny_gpt(1), other)
 
 
-@torch.no_grad()
-def test_evidence_is_of_the_mixture_of_both_models():
-    model, idx = reward_model(mixture=-0.7), some_text(8)
-    p = log_probs_by_hand(model.natural, idx).exp()
-    q = log_probs_by_hand(model.generator, idx).exp()
-    w = 1 / (1 + math.exp(0.7))
-    by_hand = F.pad(((w * p + (1 - w) * q) / q).log(), (1, 0))
-    torch.testing.assert_close(model.output(idx).double(), by_hand, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("head", REWARD_HEADS)
-def test_every_head_has_the_same_interface(head):
+def test_a_last_head_has_the_same_interface():
     """`output` agrees with `forward`, and the loss has a gradient."""
-    torch.manual_seed(0)
-    config = dataclasses.replace(CONFIG, mode="reward", reward_head_type=head)
-    model = make_reward_model(config, CONFIG)
-    assert model.config == config and model.is_ratio == (head == "likelihood")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    config = dataclasses.replace(CONFIG, mode="reward", reward_head_type="last")
+    model = make_reward_model(config)
+    assert model.config == config and not model.is_ratio
     idx = some_text(6)
     targets = torch.tensor([[k / N, 1 - k / N] for k in (1, 3, 5, 6, 8, 11)])
     probabilities, loss = model(idx, targets)
-    assert probabilities.shape == (6, 2) and probabilities[:, 0].std() > 1e-4
-    assert loss.item() == pytest.approx((probabilities - targets).square().mean().item())
     output = model.output(idx)
     torch.testing.assert_close(model.share(output), probabilities[:, 0])
+    torch.testing.assert_close(model.loss(output, targets), loss)
     model.loss(output, targets).backward()
-    assert max(p.grad.norm() for p in model.parameters() if p.grad is not None) > 0
-    if model.is_ratio:
-        assert model.output(idx).shape == model.token_probabilities(idx).shape == (6, N)
-
-
-@torch.no_grad()
-def test_a_loaded_model_predicts_the_same(tmp_path):
-    """The natural model and the generator may differ in depth."""
-    model = LikelihoodRewardModel(tiny_gpt(1, n_layer=2, dropout=0.3), tiny_gpt(2)).eval()
-    model.mixture.fill_(0.7)
-    idx = some_text(10)
-    save_checkpoint(tmp_path / "reward.pt", model, None, None, {"epoch": 1})
-    loaded = load_checkpoint(tmp_path / "reward.pt")
-    again = build_reward_model(loaded, tmp_path / "reward.pt")
-    assert isinstance(again, LikelihoodRewardModel)
-    assert not again.training
-    assert not again.natural.training
-    assert torch.equal(again(idx)[0], model(idx)[0])
-    assert again.mixture == model.mixture
-    assert (again.natural.config.n_layer, again.generator.config.n_layer) == (2, 1)
-    assert not any(p.requires_grad for p in again.generator.parameters())
-    with pytest.raises(UserError, match=r"reward\.pt .*reward model"):
-        build_model(loaded, tmp_path / "reward.pt")
+    assert model.reward_head[0].weight.grad.any()
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda contents: contents.update(generator_config={"n_layer": 1}),
         lambda contents: setattr(contents["generator_config"], "n_head", 3),
-        lambda contents: setattr(contents["generator_config"], "bias", False),
         lambda contents: contents.pop("generator_config"),
         lambda contents: contents["model"].pop("mixture"),
-        lambda contents: contents["model"].update({"mixture": torch.tensor(math.nan)}),
         lambda contents: contents["model"].update({"mixture": torch.zeros(2)}),
     ],
 )
