@@ -67,14 +67,14 @@ def test_samples_are_drawn_as_grpo_draws_them(monkeypatch, options):
     assert found == {(torch.float32, torch.bfloat16)}
 
 
-def test_reward_data_loading(corpus, generator, reward_data, splits):
+def test_the_contents_of_a_dataset(corpus, generator, reward_data, splits):
+    """Labels are exact, and natural prefixes untouched."""
     names = {f"{split}_{part}" for split in SPLITS for part in ("x.bin", "y.bin", "metadata.txt")}
     assert {path.name for path in reward_data.iterdir()} == names
+    trained = torch.load(generator, weights_only=True)["data"]  # how to make the data again
     for split, tokens in zip(SPLITS, splits, strict=True):
-        rows = len(tokens) // N * G
-        x = np.fromfile(reward_data / f"{split}_x.bin", dtype=np.uint16)
-        y = np.fromfile(reward_data / f"{split}_y.bin", dtype=np.float32)
-        assert (x.size, y.size) == (rows * N, rows * 2)
+        blocks = len(tokens) // N
+        rows = blocks * G
         metadata = (reward_data / f"{split}_metadata.txt").read_text().splitlines()
         assert metadata[:7] == [
             f"num_samples: {rows}",
@@ -87,39 +87,38 @@ def test_reward_data_loading(corpus, generator, reward_data, splits):
         ]
         assert "format_version: 1" in metadata
         dataset = RewardDataset(reward_data, split)
-        assert len(dataset) == rows
-        trained = torch.load(generator, weights_only=True)["data"]  # how to make the data again
         for name in ("train_sha256", "val_sha256", "train_tokens", "val_tokens"):
             assert dataset.metadata[name] == str(trained[name])
         expected = {"seed": "42", "samples_per_chunk": "4", "meta_path": str(corpus / "meta.pkl")}
         assert expected.items() <= dataset.metadata.items()
         assert re.fullmatch("[0-9a-f]{64}", dataset.metadata["model_sha256"])
 
-
-def test_labels_are_exact_and_natural_prefixes_untouched(reward_data, splits):
-    for split, tokens in zip(SPLITS, splits, strict=True):
-        dataset = RewardDataset(reward_data, split)
         crossovers = np.rint(dataset.y[:, 0].astype(np.float64) * N).astype(int)
-        assert crossovers.min() >= 1 and crossovers.max() <= N - 1
+        assert len(crossovers) == rows and crossovers.min() >= 1 and crossovers.max() <= N - 1
         assert np.array_equal(dataset.y[:, 0], (crossovers / N).astype(np.float32))
         assert np.array_equal(dataset.y[:, 1], ((N - crossovers) / N).astype(np.float32))
-        changed = 0
-        for row, K in enumerate(crossovers):
-            natural = tokens[row // G * N : (row // G + 1) * N]
-            assert np.array_equal(dataset.x[row, :K], natural[:K])
-            changed += not np.array_equal(dataset.x[row, K:], natural[K:])
-        assert changed > 0.9 * len(dataset)  # and the rest is the model's own
+        natural = tokens[: blocks * N].reshape(-1, N).repeat(G, 0)
+        is_same = dataset.x == natural
+        assert is_same[np.arange(N) < crossovers[:, None]].all()
+        assert is_same.all(1).mean() < 0.1  # and the rest is the model's own
 
 
-def test_the_synthetic_part_is_the_models_own(tmp_path, generator, options):
-    """At temperature 0 every token after K is the model's likeliest, by the plain forward pass."""
-    succeed("prepare_reward_data", **options, max_blocks=5, temperature=0.0)
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 1}])
+def test_the_synthetic_part_is_the_models_own(tmp_path, generator, options, sampling):
+    """Every token after K is the model's likeliest, by the plain forward pass."""
+    succeed("prepare_reward_data", **options, **sampling, max_blocks=5, seed=5)
     model, _ = prep.load_base_model(str(generator))
-    x, y = map(torch.stack, zip(*RewardDataset(tmp_path / "out"), strict=True))
+    dataset = RewardDataset(tmp_path / "out")
+    x, y = map(torch.stack, zip(*dataset, strict=True))
     with torch.no_grad():
         likeliest = model.logits(model.trunk(x)).argmax(-1)
-    is_written = torch.arange(1, N) >= (y[:, :1] * N).round()
+    crossovers = (y[:, 0] * N).round()
+    is_written = torch.arange(1, N) >= crossovers[:, None]
     assert torch.equal(likeliest[:, :-1][is_written], x[:, 1:][is_written])
+    expected = prep.crossovers_and_uniforms(5, "train", 0, G, N)[0]
+    assert crossovers[:G].tolist() == expected.tolist()
+    assert dataset.metadata["temperature"] == str(sampling["temperature"])
+    assert str(dataset.metadata.get("top_k")) == str(sampling.get("top_k"))
 
 
 def test_crossovers_are_uniform():
@@ -134,15 +133,13 @@ def test_crossovers_are_uniform():
 @given(st.integers(2, 300), st.integers(0, 2**40), st.integers(0, 10**6))
 @settings(max_examples=50)
 def test_a_samples_randomness_depends_on_its_place_alone(block_size, seed, block):
-    def draw(samples, split, number, seed):
-        return prep.crossovers_and_uniforms(seed, split, number, samples, block_size)
-
-    few, many = draw(2, "train", block, seed), draw(4, "train", block, seed)
-    assert np.array_equal(few[0], many[0][:2])
-    assert np.array_equal(few[1], many[1][:2])
-    assert ((few[0] >= 1) & (few[0] <= block_size - 1)).all()
-    for place in (("val", block, seed), ("train", block + 1, seed), ("train", block, seed + 1)):
-        assert not np.array_equal(few[1], draw(2, *place)[1])
+    few, uniforms = prep.crossovers_and_uniforms(seed, "train", block, 2, block_size)
+    many = prep.crossovers_and_uniforms(seed, "train", block, 4, block_size)
+    assert np.array_equal(few, many[0][:2]) and np.array_equal(uniforms, many[1][:2])
+    assert ((few >= 1) & (few <= block_size - 1)).all()
+    for place in ((seed, "val", block), (seed, "train", block + 1), (seed + 1, "train", block)):
+        _, others = prep.crossovers_and_uniforms(*place, 2, block_size)
+        assert not np.array_equal(uniforms, others)
 
 
 def test_counts_of_the_guide_as_printed(tmp_path):
@@ -198,21 +195,6 @@ def test_counts_of_the_guide_as_printed(tmp_path):
     ]
     for said in ("WARNING: ", "no record", "Processing blocks: 100%", "878/878", "97/97"):
         assert said in finished.err
-
-
-def test_max_blocks_in_binary_mode_are_rows_of_the_whole_dataset(
-    tmp_path, corpus, options, reward_data, splits
-):
-    del options["data_path"]
-    options.update(train_bin=corpus / "train.bin", val_bin=corpus / "val.bin", max_blocks=7)
-    printed = succeed("prepare_reward_data", **options, input_mode="binary")
-    assert "Tokenization: char" in printed
-    for split, tokens in zip(SPLITS, splits, strict=True):
-        some, whole = RewardDataset(tmp_path / "out", split), RewardDataset(reward_data, split)
-        rows = (np.arange(7)[:, None] * (len(tokens) // N) // 7 * G + np.arange(G)).ravel()
-        assert len(some) == 7 * G
-        assert np.array_equal(some.x, whole.x[rows])
-        assert np.array_equal(some.y, whole.y[rows])
 
 
 def test_a_corpus_shorter_than_a_block_is_refused(tmp_path, generator):
@@ -334,24 +316,30 @@ def test_generate_completion(generator, splits):
             prep.generate_completion(model, refused, length)
 
 
-def test_create_reward_samples_gives_the_scripts_rows(tmp_path, generator, options, splits):
-    sampling = {"max_blocks": 3, "temperature": 0.7, "top_k": 4, "seed": 5}
-    succeed("prepare_reward_data", **options, **sampling)
+def test_max_blocks_are_rows_of_the_whole_dataset_in_binary_mode_and_of_the_function(
+    tmp_path, corpus, generator, options, reward_data, splits
+):
+    del options["data_path"]
+    options.update(train_bin=corpus / "train.bin", val_bin=corpus / "val.bin", max_blocks=7)
+    printed = succeed("prepare_reward_data", **options, input_mode="binary")
+    assert "Tokenization: char" in printed
     model, config = prep.load_base_model(str(generator))
     for split, tokens in zip(SPLITS, splits, strict=True):
-        rows, labels = prep.create_reward_samples(
-            tokens, model, config, "cpu", G, split=split, **sampling
+        some, whole = RewardDataset(tmp_path / "out", split), RewardDataset(reward_data, split)
+        rows = (np.arange(7)[:, None] * (len(tokens) // N) // 7 * G + np.arange(G)).ravel()
+        assert np.array_equal(some.x, whole.x[rows])
+        assert np.array_equal(some.y, whole.y[rows])
+        made, labels = prep.create_reward_samples(
+            tokens, model, config, "cpu", G, split=split, max_blocks=7
         )
-        dataset = RewardDataset(tmp_path / "out", split)
-        assert (dataset.metadata["temperature"], dataset.metadata["top_k"]) == ("0.7", "4")
-        assert isinstance(rows, list)
-        assert np.array_equal(np.stack(rows), dataset.x)
-        assert np.array_equal(np.stack(labels), dataset.y)
+        assert isinstance(made, list)
+        assert np.array_equal(np.stack(made), some.x)
+        assert np.array_equal(np.stack(labels), some.y)
 
 
 def test_save_reward_dataset(tmp_path):
-    rows = [np.arange(4, dtype=np.uint16) + row for row in range(6)]
-    labels = [np.array([0.25, 0.75], dtype=np.float32)] * 6
+    rows = list(np.arange(24, dtype=np.uint16).reshape(6, 4))
+    labels = [np.float32([0.25, 0.75])] * 6
     info = TokenizationInfo("char", 65, "data/shakespeare_char/meta.pkl")
     folder = tmp_path / "made" / "here"
     prep.save_reward_dataset(rows, labels, str(folder), "train", info)
