@@ -20,7 +20,6 @@ from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 from training.lineage import (
     check_same_splits,
-    check_same_tokens,
     check_unseen,
     hash_model,
 )
@@ -118,11 +117,6 @@ def test_records_of_data_and_tokens_are_compared(capsys):
     check_same_splits(None, DATA)
     check_unseen(None, DATA, "natural.pt")
     assert capsys.readouterr().err.count("WARNING: ") == 3
-    ours, theirs = (TokenizationManager.from_text(text).to_record() for text in ("abc", "abd"))
-    check_same_tokens(ours, ours, "a", "b")
-    check_same_tokens(ours, None, "a", "b")
-    with pytest.raises(UserError, match=r"in a and .* in b"):
-        check_same_tokens(ours, theirs, "a", "b")
 
 
 @pytest.mark.parametrize("mode", ["generator", "reward"])
@@ -172,20 +166,14 @@ def test_nanogpt_s_checkpoints_load(tmp_path, prefix):
     loaded = ckpt.load_checkpoint(tmp_path / "ckpt.pt")
     assert loaded["config"] == model.config and loaded["tokenization"] is None
     assert torch.equal(build(loaded)(IDX)[0], model(IDX)[0])
-    for name, value in (("model_args", {"n_layers": 2}), ("model_args", {}), ("model", [1])):
-        refusal(tmp_path / "ckpt.pt", {**theirs, name: value})
+    refusal(tmp_path / "ckpt.pt", {**theirs, "model_args": {"n_layers": 2}})
 
 
-@pytest.mark.parametrize("form", ["ours", "nanogpt", "likelihood"])
-def test_embeddings_that_differ_are_both_kept(tmp_path, capsys, form):
-    model, name = tiny_model(position="learned", bias=False), "lm_head.weight"
-    file = {"model": model.state_dict(), "config": model.config}
-    if form == "nanogpt":
-        file["model_args"] = vars(file.pop("config"))
-    elif form == "likelihood":
-        model, name = LikelihoodRewardModel(model, GPT(model.config)), "natural.lm_head.weight"
-        file = {"model": model.state_dict(), "config": model.config}
-        file["generator_config"] = model.generator.config
+def test_embeddings_that_differ_are_both_kept(tmp_path, capsys):
+    """In the natural model here; test_interop_huggingface.py has a generator."""
+    model = LikelihoodRewardModel(tiny_model(0), tiny_model(1))
+    name = "natural.lm_head.weight"
+    file = {"config": model.config, "generator_config": CONFIG, "model": model.state_dict()}
     file["model"][name] = file["model"][name] + 1
     torch.save(file, tmp_path / "untied.pt")
     loaded = ckpt.load_checkpoint(tmp_path / "untied.pt")
@@ -193,13 +181,9 @@ def test_embeddings_that_differ_are_both_kept(tmp_path, capsys, form):
     assert_same_weights(build(loaded).state_dict(), file["model"])
 
 
-def state(**changes) -> dict:
-    """The model's state dict with changes; None takes a name out."""
-    changed = {
-        **tiny_model().state_dict(),
-        **{name.replace("__", "."): value for name, value in changes.items()},
-    }
-    return {name: tensor for name, tensor in changed.items() if tensor is not None}
+def state(name: str, value: object) -> dict:
+    """The model's state dict with one changed entry."""
+    return {**tiny_model().state_dict(), name: value}
 
 
 def config(**changes) -> GPTConfig:
@@ -210,31 +194,25 @@ def config(**changes) -> GPTConfig:
 
 
 HUGE = 1 << 2000
-BIAS = "transformer__ln_f__bias"
+BIAS = "transformer.ln_f.bias"
 PLAIN = "ln_f.bias is not a tensor of floats"
 WRONG = [
     ([1, 2], "a list, not a dict"),
-    (contents(config=[2]), "is damaged"),
     (contents(config=config(block_size="8")), "invalid config: block_size='8': wrong type"),
     (contents(config=config(mode="reward")), "Missing key"),
     (contents(config=config(n_layer=1)), "transformer.h.1"),
     (contents(config=config(vocab_size=12)), "size mismatch for"),
     (contents(config=config(problem=None)), "problem"),
     (contents(config=config(rotary_share=0.5)), "rotary_share=0.5: commit 6e0f3b4 reads it last"),
-    (contents(config=config(trunk_layer=1)), "trunk_layer=1: commit 6e0f3b4 reads it last"),
-    (contents(config=config(reads_previous=True)), "reads_previous=True: commit 6e0f3b4 reads it"),
     (contents(config=config(reward_head_type="position")), "='position': commit 6e0f3b4 reads it"),
     (contents(config=config(block_size=HUGE)), "block_size: must be <= 16777216"),
-    (contents(config=config(block_size=1 << 24)), "times n_embd, must be <= 33554432"),
     (contents(config=config(n_layer=1 << 24)), "1,936 weights, but its config needs"),
     (contents(config=config(n_embd=1 << 16)), "its config needs 103,079,936,000 or more"),
-    (contents(model=state(lm_head__weight=[1.0])), "lm_head.weight is not a tensor of floats"),
-    (contents(model=state(**{BIAS: torch.full((8,), torch.nan)})), "ln_f.bias holds NaN or inf"),
-    (contents(model=state(**{BIAS: torch.zeros(8).long()})), PLAIN),
-    (contents(model=state(**{BIAS: torch.zeros(8).to_sparse()})), "is damaged"),
-    (contents(model=state(**{BIAS: torch.zeros(8, device="meta")})), "is damaged"),
+    (contents(model=state("lm_head.weight", [1.0])), "lm_head.weight is not a tensor of floats"),
+    (contents(model=state(BIAS, torch.full((8,), torch.nan))), "ln_f.bias holds NaN or inf"),
+    (contents(model=state(BIAS, torch.zeros(8).long())), PLAIN),
+    (contents(model=state(BIAS, torch.zeros(8, device="meta"))), "is damaged"),
     (contents(training={"generator_sha256": True}), "invalid generator_sha256"),
-    (contents(training={"skill": 3}), "invalid skill"),
     (contents(data={**DATA, "train_sha256": None}), "invalid train_sha256"),
 ]
 

@@ -107,13 +107,9 @@ def test_only_the_run_that_wrote_a_state_reads_it(tmp_path):
         with pytest.raises(UserError, match=rf"a different run \({difference}"):
             begin(path, resume=True, **options)
     state = load_state(path.with_suffix(".resume"))
-    for damage, message in (
-        ({"parts": {}}, "is damaged"),
-        ({"step": "six"}, r"is damaged \(step='six'\)"),
-    ):
-        save_state(path.with_suffix(".resume"), {**state, **damage})
-        with pytest.raises(UserError, match=message):
-            begin(path, resume=True)
+    save_state(path.with_suffix(".resume"), {**state, "step": "six"})
+    with pytest.raises(UserError, match=r"is damaged \(step='six'\)"):
+        begin(path, resume=True)
 
 
 def test_a_reason_to_stop_is_asked_for_before_each_step(tmp_path):
@@ -167,32 +163,21 @@ def test_train_goes_on_and_ends_in_the_same_tensors(monkeypatch, tmp_path, corpu
         assert untimed(path.with_suffix(".jsonl")) == untimed(whole.with_suffix(".jsonl"))
         ours, theirs = (load_state(run.with_suffix(".resume")) for run in (path, whole))
         assert_same_weights(ours["parts"]["model"], theirs["parts"]["model"])
-
-
-def test_more_steps_than_the_schedule_has_are_refused(tmp_path, whole, corpus):
-    """And no file changes: the finished run keeps its last record."""
-    folder = shutil.copytree(whole.parent, tmp_path / "copy")
-    before = folder_bytes(folder)
-    options = {**SETTINGS, "dataset": corpus, "out_dir": folder, "max_iters": 25}
-    line = refuse_in_one_line("train", **options, init_from="resume")
+    before = folder_bytes(tmp_path)  # more steps than the schedule has change no file
+    line = refuse_in_one_line("train", **{**options, "init_from": "resume", "max_iters": 25})
     assert "max_iters=25: the learning rate of lr_schedule=cooldown is 0 from step 20 on" in line
-    assert folder_bytes(folder) == before
+    assert folder_bytes(tmp_path) == before
 
 
-@pytest.mark.parametrize("damage", ["schedule", "moments", "best", "config"])
+@pytest.mark.parametrize("damage", ["moments", "config"])
 def test_a_damaged_state_is_refused_in_one_line(tmp_path, whole, corpus, damage):
     path = shutil.copytree(whole.parent, tmp_path / "copy") / "model_checkpoint.resume"
     state = load_state(path)
-    parts = state["parts"]
-    if damage == "schedule":
-        del parts["schedule"]["num_steps"]
-    elif damage == "config":
-        parts["config"].n_layer = 10**6
-    elif damage == "moments":
-        moments = parts["optimizers"]["moments"][0]
-        moments[0] = {name: moment[:1] for name, moment in moments[0].items()}
+    if damage == "config":
+        state["parts"]["config"].n_layer = 10**6
     else:
-        parts["best"]["weights"] = {}
+        moments = state["parts"]["optimizers"]["moments"][0]
+        moments[0] = {name: moment[:1] for name, moment in moments[0].items()}
     torch.save(state, path)
     options = {**SETTINGS, "dataset": corpus, "out_dir": path.parent}
     assert "ERROR: " in refuse_in_one_line("train", **options, init_from="resume")
