@@ -100,13 +100,11 @@ def test_the_weight_is_fitted_and_the_gate_holds(exported, corpus):
         reward.fit(blocks.view(32, 32))
 
 
-def tiny_gpt2(vocab_size):
+def tiny_gpt2():
     import transformers
 
-    config = transformers.GPT2Config(
-        vocab_size=vocab_size, n_positions=16, n_layer=1, n_head=1, n_embd=8
-    )
-    return transformers.GPT2LMHeadModel(config)
+    sizes = {"n_positions": 16, "n_layer": 1, "n_head": 1, "n_embd": 8}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=25, **sizes))
 
 
 def prompts(texts):
@@ -127,9 +125,14 @@ def note_gradients(trainer, note):
     trainer.add_callback(Note())
 
 
-def test_two_steps_have_the_gradients_of_train_grpo(exported, head, generator, tmp_path):
+def test_two_steps_have_the_gradients_of_train_grpo(
+    exported, head, generator, tmp_path, monkeypatch
+):
+    """Ours in one piece, the trainer's in pieces of two positions."""
+    from interop import exact_credit
     from interop.huggingface import our_name, permute_weights
 
+    monkeypatch.setattr(exact_credit, "PIECE_LOGITS", 50)
     model = load_model(exported[0])
     for name, weight in model.named_parameters():
         weight.requires_grad_(not name.endswith("bias"))  # which ours has not
@@ -144,7 +147,6 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, head, generator, t
     )
     compute = trainer._compute_loss
     contents = load_checkpoint(generator)
-    config = contents["config"]
     batches = []
     compared = []
 
@@ -152,13 +154,16 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, head, generator, t
         batches.append(inputs)
         return compute(model, inputs)
 
+    def as_ours(tensors):
+        """Return their weights or gradients, by name, in our form and by our names."""
+        renamed = {our_name(name): tensor for name, tensor in tensors.items()}
+        config = contents["config"]
+        return {name: permute_weights(renamed[name], name, config) for name in renamed}
+
     def compare(model):
         """Compare the gradients with ours, of the same batch and weights."""
         policy = build_model(contents, generator)
-        own = {}
-        for name, value in model.state_dict().items():
-            own[our_name(name)] = permute_weights(value, our_name(name), config)
-        policy.load_state_dict({name: own[name] for name in own if name in policy.state_dict()})
+        policy.load_state_dict(as_ours(model.state_dict()), strict=False)
         batch = batches[-1]
         ids = torch.cat((batch["prompt_ids"], batch["completion_ids"]), 1)
         states = policy.trunk(ids[:, :-1])[:, -C:]
@@ -166,13 +171,11 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, head, generator, t
         evidence, start = head.distributions(frozen)  # (R, C, V) each
         log_probs = policy.logits(states).log_softmax(-1)
         formulas.divergence(log_probs, evidence, start).mean().backward()
-        expected = {name: weight.grad for name, weight in policy.named_parameters()}
-        for name, weight in model.named_parameters():
-            if weight.requires_grad:
-                ours = expected.pop(our_name(name))
-                theirs = permute_weights(weight.grad, our_name(name), config)
-                assert (ours[: len(theirs)] - theirs).norm() <= 1e-3 * ours.norm(), name
-        assert not expected
+        trained = {name: w.grad for name, w in model.named_parameters() if w.requires_grad}
+        theirs = as_ours(trained)
+        for name, weight in policy.named_parameters():
+            difference = weight.grad[: len(theirs[name])] - theirs[name]
+            assert difference.norm() <= 1e-3 * weight.grad.norm(), name
         compared.append(batch)
 
     trainer._compute_loss = keep_batch
@@ -184,14 +187,10 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, head, generator, t
 
 
 def test_positions_that_are_learned_have_their_limits(exported, tmp_path, corpus):
-    for name in ("p", "q"):
-        tiny_gpt2(25).save_pretrained(tmp_path / name)
-    natural = load_model(str(tmp_path / "p"))
-    start = load_model(str(tmp_path / "q"))
+    natural, start, policy = (tiny_gpt2() for _ in range(3))
     reward = CrossoverReward(natural, start, tokenizer=load_tokenizer(exported[0]))
     # the whole context
     assert reward.fit(natural_blocks(corpus, 32), allow_unpredictive=True)["num_tokens"] == 16
-    policy = load_model(str(tmp_path / "q"))
     trainer = make_trainer(
         exported,
         tmp_path,
