@@ -127,10 +127,3 @@ def test_one_process_writes_an_output(tmp_path, capsys):
     assert "is being written by another process" in capsys.readouterr().err
     other.communicate("")
     run_main(lambda: files.lock_output(path))
-
-
-def test_names_of_a_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "gpt2-xl").mkdir()
-    names = ("gpt2", "gpt2-xl", "owner/name", "gpt3")
-    assert [name for name in names if files.is_hub_name(name)] == ["gpt2"]

@@ -7,8 +7,9 @@ Tests marked `interop` need requirements-bench.txt, and are left out without it.
 
 import json
 import sys
-import types
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -121,12 +122,11 @@ def test_gpt2_has_the_same_logits_here(tmp_path, transformers, options):
 def test_padding_ids_are_left_out(tmp_path, transformers):
     model = with_large_weights(GPT(GPTConfig(**{**SIZES, "vocab_size": 64}, num_tokens=61)))
     their_model(model.config, model.state_dict()).save_pretrained(tmp_path)
-    contents, ids = load_checkpoint(tmp_path), torch.randint(61, (2, 32))
-    assert contents["config"].vocab_size == contents["config"].num_real_tokens == 61
-    again = build_model(contents, tmp_path)
-    torch.testing.assert_close(
-        logits_of(again, ids), logits_of(model, ids)[..., :61], atol=1e-6, rtol=1e-5
-    )
+    again = build_model(load_checkpoint(tmp_path), tmp_path)
+    assert again.config.vocab_size == again.config.num_real_tokens == 61
+    ids = torch.randint(61, (2, 32))
+    expected = logits_of(model, ids)[..., :61]
+    torch.testing.assert_close(logits_of(again, ids), expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.interop
@@ -171,16 +171,6 @@ def test_without_transformers_one_line_says_what_to_install(tmp_path, monkeypatc
     [
         {"model_type": "llama"},
         {"use_parallel_residual": True},
-        {"layer_norm_eps": 1e-6},
-        {"intermediate_size": 64},
-        {
-            "rope_parameters": {
-                "rope_type": "linear",
-                "factor": 2.0,
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 1.0,
-            }
-        },
         {
             "rope_parameters": {
                 "rope_type": "default",
@@ -204,14 +194,12 @@ def test_a_config_that_is_not_supported_is_refused(folder, settings):
 
 @pytest.mark.interop
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-@pytest.mark.parametrize(
-    "damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"\xff" * 99]
-)
-def test_damaged_files_are_refused(folder, file, damage):
-    (folder / file).write_bytes(damage((folder / file).read_bytes()))
-    with pytest.raises(UserError) as caught:
-        read_folder(folder)
-    assert "\n" not in str(caught.value)
+def test_damaged_files_are_refused(folder, file):
+    whole = (folder / file).read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"\xff" * 99):
+        (folder / file).write_bytes(damaged)
+        with pytest.raises(UserError, match=r"^[^\n]*$"):
+            read_folder(folder)
 
 
 @pytest.mark.interop
@@ -219,33 +207,28 @@ def test_weights_as_a_pickle_are_not_read(folder, tmp_path):
     """Unpickling this file would execute a command."""
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch hostile'\ntR.")
-    for path, said in ((folder, "cannot be read"), (tmp_path, r"config\.json")):
-        with pytest.raises(UserError, match=said):
-            read_folder(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_folder(folder)
+    with pytest.raises(UserError, match=r"config\.json"):
+        read_folder(tmp_path)
 
 
 def test_names_of_the_hub_are_fetched_by_its_package(tmp_path, monkeypatch):
-    asked = []
-
-    def snapshot_download(name, allow_patterns):
-        asked.append(name)
-        if name.endswith("-xl"):
-            raise OSError("offline\nreally")
-        return str(tmp_path)
-
+    hub = Mock()
+    hub.snapshot_download.side_effect = [str(tmp_path), OSError("offline\nreally")]
     monkeypatch.setattr(huggingface, "load_transformers", lambda: None)
-    monkeypatch.setitem(
-        sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download)
-    )
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     download_model.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2-large").mkdir()
     assert find_model("gpt2") == tmp_path
-    assert find_model(tmp_path / "model.pt") == tmp_path / "model.pt"
-    assert asked == ["openai-community/gpt2"]
-    with pytest.raises(UserError, match="cannot be downloaded") as caught:
-        find_model("gpt2-xl")
-    assert "\n" not in str(caught.value)
+    assert find_model("gpt2-large") == Path("gpt2-large") and find_model("gpt3") == Path("gpt3")
+    assert hub.snapshot_download.call_args.args == ("openai-community/gpt2",)
     command = "`hf download openai-community/gpt2-xl --local-dir FOLDER`, then pass FOLDER"
-    assert command in str(caught.value)
+    with pytest.raises(UserError, match=rf"^[^\n]*cannot be downloaded[^\n]*{command}$"):
+        find_model("gpt2-xl")
+    assert find_model(tmp_path / "model.pt") == tmp_path / "model.pt"
+    assert hub.snapshot_download.call_count == 2
     download_model.cache_clear()
 
 

@@ -75,8 +75,6 @@ def keeping(kind):
 
 # Functions, where a name stands for a reward model; their weights; further settings.
 FUNCTIONS = {
-    "one": ([capitals], "", ""),
-    "a large weight": ([capitals], "--reward_weights 3", ""),
     "weights": ([capitals, first_byte], "--reward_weights .5 -2", ""),
     "None for one function": ([capitals, LastByte()], "", "--scale_rewards batch"),
     "None for all functions": ([LastByte()], "", "--scale_rewards none"),
