@@ -10,7 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import call, make_checkpoint, make_mixed_text, refuse, refuse_in_one_line, succeed
+from helpers import (
+    as_arguments,
+    call,
+    make_checkpoint,
+    make_mixed_text,
+    refuse,
+    refuse_in_one_line,
+    succeed,
+)
 from torch.nn import functional as F
 
 from common.files import read_json
@@ -206,28 +214,24 @@ def test_the_beginning_of_generated_text_is_found(reading, tmp_path):
     assert 'id="k"' not in (tmp_path / "natural.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"reward_model_path": None}, "text needs a reward model"),
-        ({"reward_model_path": "last.pt"}, "the head of last.pt has no output per token"),
-        ({"samples": 5}, "samples has no effect with text"),
-        ({"text": "absent.txt"}, "Data file not found: absent.txt"),
-        ({"text": b""}, "is empty"),
-        ({"text": b"a"}, "has too few tokens (1)"),
-        ({"text": b"\xff"}, "is not UTF-8 text"),
-        ({"text": "\u0416".encode()}, r"lacks the characters '\u0416'"),
-        ({"output_path": "page.json"}, "the name of a text's page must end in .html"),
-        ({"output_path": "other.html"}, "other.html exists and is not the page of a text"),
-    ],
-)
-def test_a_text_that_cannot_be_read_is_refused(reading, reward_model, tmp_path, changes, said):
+# Options, and what the error says.
+REFUSED = """
+--reward_model_path None => text needs a reward model
+--reward_model_path last.pt => the head of last.pt has no output per token
+--samples 5 => samples has no effect with text
+--text one.txt => has too few tokens (1)
+--text zhe.txt => lacks the characters '\\u0416'
+--output_path page.json => the name of a text's page must end in .html
+--output_path other.html => other.html exists and is not the page of a text
+"""
+
+
+@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
+def test_a_text_that_cannot_be_read_is_refused(reading, reward_model, tmp_path, line):
     (tmp_path / "last.pt").symlink_to(reward_model)
     (tmp_path / "other.html").write_text("<p>mine</p>")
-    options = {**reading, **changes}
-    if isinstance(options["text"], bytes):
-        (tmp_path / "given.txt").write_bytes(options["text"])
-        options["text"] = "given.txt"
-    given = {name: value for name, value in options.items() if value is not None}
-    assert said in refuse_in_one_line("evaluate", **given)
+    (tmp_path / "one.txt").write_text("a")
+    (tmp_path / "zhe.txt").write_text("\u0416")
+    options, said = line.split(" => ")
+    assert said in refuse_in_one_line("evaluate", *as_arguments(reading), *options.split())
     assert [page.read_text() for page in tmp_path.glob("*.html")] == ["<p>mine</p>"]
