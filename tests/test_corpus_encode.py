@@ -134,13 +134,13 @@ def test_what_an_earlier_corpus_left_is_removed(tmp_path, novel, bpe):
 @pytest.mark.parametrize("name", ["replace", "unlink", "fsync"])
 def test_no_interruption_leaves_a_mixture_of_two_corpora(tmp_path, novel, monkeypatch, name, bpe):
     """Interrupt each change of a file: the corpus is the old one, the new one, or incomplete."""
-    folder, states = tmp_path / "novel", set()
+    folder = tmp_path / "novel"
     segments = split_segments([novel])
 
     def contents() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in folder.glob("[a-z]*")}
 
-    for number in range(1, 12):
+    for number in range(1, 20):
         shutil.rmtree(folder, ignore_errors=True)
         prepare_texts([novel], folder, bpe, segments)
         before = contents()
@@ -149,11 +149,8 @@ def test_no_interruption_leaves_a_mixture_of_two_corpora(tmp_path, novel, monkey
             prepare_texts([novel], folder, None, segments)
         after = contents()
         is_whole = {"train.bin", "val.bin"} <= set(after)
-        states.add(
-            "old" if after == before else "new" if is_whole and "meta.pkl" in after else "missing"
-        )
         assert after == before or "meta.pkl" in after or not is_whole, (number, sorted(after))
-    assert {"old", "new"} & states
+    assert is_whole and "meta.pkl" in after  # there are fewer changes
 
 
 @pytest.fixture
