@@ -36,13 +36,6 @@ def test_streams_are_the_same_on_every_machine():
     assert numbers.tolist() == [352708, 741452, 994815]
 
 
-def test_streams_are_independent():
-    draws = [device.random_stream(1, "train", step).standard_normal(2000) for step in range(20)]
-    correlations = np.corrcoef(draws)[~np.eye(20, dtype=bool)]
-    assert np.abs(correlations).max() < 5 / np.sqrt(2000)
-    assert abs(np.mean(draws)) < 4 / np.sqrt(np.size(draws)) and abs(np.std(draws) - 1) < 0.02
-
-
 def refused(name: str) -> str:
     with pytest.raises(UserError, match=r"^ERROR: device=.*\Z") as caught:
         device.select_device(name)

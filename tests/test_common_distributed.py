@@ -82,10 +82,10 @@ def test_a_batch_that_cannot_be_shared_out_is_refused():
         Ranks(1, 2).check_divides("batch_size", 7)
 
 
-def start_ranks_and_wait(folder, corpus):
-    """Start a long training on two ranks; after a step return torchrun's process, the options, and
-    the process ids of the ranks.
-    """
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_when_a_rank_dies_or_on_sigterm_all_end_and_the_run_can_go_on(tmp_path, corpus, is_killed):
+    """Torchrun's SIGTERM saves the last step, once; a killed rank leaves nothing half written."""
+    folder = tmp_path / "out"
     options = {**TINY_TRAIN, "max_iters": 10**6, "dataset": corpus, "out_dir": folder}
     process = start_ranks_of("train.py", **options)
     log = folder / "model_checkpoint.jsonl"
@@ -93,28 +93,16 @@ def start_ranks_and_wait(folder, corpus):
     while len(read_records(log)) < 2:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-    return process, options, [int(number) for number in children.split()]
-
-
-def test_when_a_rank_dies_all_end_and_nothing_is_half_written(tmp_path, corpus):
-    folder = tmp_path / "out"
-    process, options, workers = start_ranks_and_wait(folder, corpus)
-    os.kill(workers[1], signal.SIGKILL)
-    process.communicate(timeout=90)
+    if is_killed:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        os.kill(int(children.split()[1]), signal.SIGKILL)
+    else:
+        process.terminate()
+    _, err = process.communicate(timeout=90)
     assert process.returncode == 1  # torchrun's own
-    suffixes = {path.suffix for path in folder.iterdir()}
-    assert suffixes == {".jsonl", ".pt", ".resume", ".lock"}
-    step = read_records(folder / "model_checkpoint.jsonl")[-1]["step"]
-    longer = {**options, "max_iters": step + 5, "init_from": "resume"}
-    assert f"Saved {folder}" in succeed("train", **longer)
-
-
-def test_sigterm_to_torchrun_saves_on_rank_0(tmp_path, corpus):
-    process, options, _ = start_ranks_and_wait(tmp_path / "out", corpus)
-    process.terminate()
-    _, err = process.communicate(timeout=60)
-    assert len(re.findall(r"Interrupted\..* --init_from resume", err)) == 1, err
-    last = read_records(tmp_path / "out" / "model_checkpoint.jsonl")[-1]["step"]
-    out = succeed("train", **{**options, "max_iters": last + 5}, init_from="resume")
-    assert int(re.search(r"Resuming .* step (\d+)", out)[1]) == last
+    assert {path.suffix for path in folder.iterdir()} == {".jsonl", ".pt", ".resume", ".lock"}
+    assert len(re.findall(r"Interrupted\..* --init_from resume", err)) == (not is_killed), err
+    last = read_records(log)[-1]["step"]
+    out = succeed("train", **{**options, "max_iters": last + 5, "init_from": "resume"})
+    assert f"Saved {folder}" in out
+    assert is_killed or int(re.search(r"Resuming .* step (\d+)", out)[1]) == last
