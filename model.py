@@ -375,14 +375,14 @@ class GPT(nn.Module):
         return generate(self, idx, max_new_tokens, Sampling(temperature, top_k), generator)
 
 
-def rotary_angles(length: int, head_dim: int, base: float = 10000.0) -> Tensor:
+def rotary_angles(length: int, head_dim: int) -> Tensor:
     """Return cos and signed sin (2, T, D) of rotary position embeddings.
 
     Su et al. 2021, arXiv:2104.09864, eq. 34. Dimensions d and d + D/2 are a pair.
     """
     # float64 needs the CPU: Apple's devices lack it.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
-    frequencies = base**-exponents  # (D / 2,)
+    frequencies = 10000.0**-exponents  # (D / 2,)
     positions = torch.arange(length, dtype=torch.float64, device="cpu")
     angles = torch.outer(positions, frequencies)  # (T, D / 2)
     cos = angles.cos().repeat(1, 2)

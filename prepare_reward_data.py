@@ -265,7 +265,6 @@ def main() -> None:
     entries = {
         "model_sha256": hash_model(model_path),
         **data,
-        "device_type": device.type,
         **sampling,
         "model_path": model_path,
     }

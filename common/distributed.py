@@ -65,14 +65,14 @@ class Ranks:
         end = (self.rank + 1) * count // self.world_size
         return slice(start, end)
 
-    def sum(self, *values: float) -> list[float]:
-        """Return each value summed over the ranks, in float64."""
+    def sum(self, value: float) -> float:
+        """Return a value summed over the ranks, in float64."""
         if self.world_size == 1:
-            return list(values)
+            return value
         # The device is the CPU or CUDA: start_ranks refuses Apple's devices, which lack float64.
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(total)
-        return total.tolist()
+        return total.item()
 
     def check_divides(self, name: str, count: int) -> None:
         """Raise UserError unless every rank can have an equal part of a setting's count."""

@@ -80,14 +80,12 @@ def format_size(num_parameters: int) -> str:
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
-    """Return `name value | name value`, floats with four significant digits; leave out texts and
-    tables.
-    """
+    """Return `name value | name value`, floats with four significant digits."""
     parts = []
     for name, value in metrics.items():
         if isinstance(value, float):
             parts.append(f"{name} {value:.4g}")
-        elif not isinstance(value, (str, list, dict)):
+        else:
             parts.append(f"{name} {value}")
     return " | ".join(parts)
 

@@ -79,13 +79,12 @@ def measure_skill(
 ) -> dict[str, Any]:
     """Return all metrics of predictions (n,) of targets (n,) as plain values for records.
 
-    These are `skill_figures`, the interval `r2_low` and `r2_high`, and the sizes `num_sequences`,
-    `num_blocks` and `num_tokens`.
+    These are `skill_figures`, the interval `r2_low` and `r2_high`, and the sizes `num_blocks` and
+    `num_tokens`.
     """
     share, truth = float64_pair(prediction, target)
     figures: dict[str, Any] = dict(skill_figures(share, truth, num_tokens))
     figures["num_tokens"] = num_tokens
-    figures["num_sequences"] = len(share)
     figures["r2_low"], figures["r2_high"] = bootstrap_r_squared(share, truth, blocks, seed)
     figures["num_blocks"] = len(blocks.unique())
     return figures

@@ -98,7 +98,7 @@ def test_only_the_run_that_wrote_a_state_reads_it(tmp_path):
         begin(path, resume=True)
     finish(path)
     run, counts = begin(path, resume=True, device="mps", max_steps=9, init_from="resume")
-    assert run.step == run.first_settings["max_steps"] == 6
+    assert run.step == 6
     assert counts.made == [1, 2, 3, 4, 5, 6]
     for options, difference in (
         ({"lr": 0.2}, "lr was 0.1, now 0.2"),
@@ -108,7 +108,7 @@ def test_only_the_run_that_wrote_a_state_reads_it(tmp_path):
             begin(path, resume=True, **options)
     state = load_state(path.with_suffix(".resume"))
     save_state(path.with_suffix(".resume"), {**state, "step": "six"})
-    with pytest.raises(UserError, match=r"is damaged \(step='six'\)"):
+    with pytest.raises(UserError, match=r"is damaged \(invalid literal"):
         begin(path, resume=True)
 
 

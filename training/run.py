@@ -24,7 +24,6 @@ RESUME_HINT = (
     "Continue with --init_from resume. If nothing was saved yet, run the same command again."
 )
 WAY_OUT = "pass --overwrite True, without --init_from resume, to start over"
-STATE_TYPES = {"settings": dict, "input_hashes": dict, "parts": dict, "step": int}
 
 
 class Run:
@@ -50,7 +49,6 @@ class Run:
         self.settings = settings
         self.ranks = ranks
         self.input_hashes = ranks.run_on_rank0(lambda: hash_inputs(asdict(settings)))
-        self.first_settings = asdict(settings)  # of the command that started the run
         self.step = 0  # number of completed steps
         self.reason = ""  # why the loop ended
         self.is_resumed = False
@@ -79,25 +77,21 @@ class Run:
         # Only rank 0 writes the state, so only rank 0 reads it.
         state = self.ranks.run_on_rank0(lambda: load_state(self.state_path, WAY_OUT))
         with self.reading():
-            for name, kind in STATE_TYPES.items():
-                require(type(state[name]) is kind, f"{name}={state[name]!r:.40}")
-        difference = self._difference(state, changeable(type(self.settings)))
+            self.step = int(state["step"])
+            self.saved = dict(state["parts"])
+            difference = self._difference(state)
         require(
             not difference,
             f"{self.state_path} belongs to a different run ({difference}); choose another output",
         )
         self.is_resumed = True
-        self.step = state["step"]
-        self.saved = state["parts"]
-        self.first_settings = state["settings"]
-        self.input_hashes = state["input_hashes"]
         print0(f"Resuming {self.state_path} at step {self.step}")
         return self.saved
 
-    def _difference(self, state: Mapping[str, Any], ignored: set[str]) -> str:
+    def _difference(self, state: Mapping[str, Any]) -> str:
         """Return how a state's settings and inputs differ from this run's, or ""."""
         compared = asdict(self.settings)
-        for name in ignored | {"init_from", "overwrite"}:
+        for name in changeable(type(self.settings)) | {"init_from", "overwrite"}:
             compared.pop(name, None)
         differences = (
             differing_settings(state["settings"], compared),
@@ -121,7 +115,7 @@ class Run:
         """Turn any error from reading the saved state into a UserError that names the file."""
         return reading(self.state_path, WAY_OUT)
 
-    def steps(self, total: int, stop: Callable[[], str | None] = lambda: None) -> Iterator[int]:
+    def steps(self, total: int, stop: Callable[[], str | None]) -> Iterator[int]:
         """Yield the number of each remaining step, counted from 0; set `reason` at the end.
 
         The loop ends when `stop` returns a reason, or after `total` steps. A signal on any rank
@@ -132,8 +126,7 @@ class Run:
             progress(total, "Training", "step", initial=self.step) as self.bar,
         ):
             while True:
-                (num_interrupted,) = self.ranks.sum(len(signals))
-                if num_interrupted:
+                if self.ranks.sum(len(signals)):
                     break
                 self.reason = stop() or ""
                 if not self.reason and self.step >= total:
@@ -174,7 +167,7 @@ class Run:
             parts[name] = dict(part.state_dict()) if hasattr(part, "state_dict") else part
         state = {
             "step": step,
-            "settings": self.first_settings,
+            "settings": asdict(self.settings),
             "input_hashes": self.input_hashes,
             "parts": parts,
         }
