@@ -14,10 +14,12 @@ and the ledger has the same script, settings and hashes of inputs: repeat the co
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+import tyro
 
 from common.device import random_stream, select_device
 from common.files import atomic_path, lock_output
@@ -26,8 +28,8 @@ from common.process import UserError, first_line, require, run_child, run_main, 
 from common.settings import (
     Errors,
     Settings,
-    options_of_stages,
-    parse_settings,
+    option_names,
+    parse_sections,
     read_config,
     setting,
     split_config,
@@ -52,9 +54,12 @@ from training.stage import OUTPUTS, Stage
 NUM_SAMPLES = 300  # of each model, for the quality of its text, unless the section evaluate sets it
 
 
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclass
 class CycleSettings(Settings):
-    """Run the whole loop. --SECTION.OPTION VALUE sets an option of a section's stage."""
+    """Run the whole loop. --SECTION.OPTION VALUE sets an option of a section's stage, like
+    --train_grpo.max_steps 100; `python train_grpo.py --help` lists them.
+    """
 
     text: tuple[str, ...] = ()
     """text files, or folders of *.txt, to train a generator on, instead of a dataset"""
@@ -90,17 +95,25 @@ class CycleSettings(Settings):
             errors.check(is_only_source, error, "Leave out one of them")
 
 
-# The sections of a settings file: the script that each is for, and the class of its settings.
-SECTIONS: dict[str, tuple[str, Any]] = {
-    "train": ("train", TrainSettings),
-    "natural_model": ("train", FurtherTrainSettings),
-    "prepare_reward_data": ("prepare_reward_data", RewardDataConfig),
-    "train_reward_model": ("train_reward_model", RewardModelSettings),
-    "train_grpo": ("train_grpo", GRPOSettings),
-    "evaluate": ("evaluate", EvaluateSettings),
-    "control_plain": ("train", FurtherTrainSettings),
-    "control_sampled": ("train_grpo", GRPOSettings),
-    "control_distil": ("train_grpo", GRPOSettings),
+# The sections of a settings file, with their settings.
+SECTIONS: dict[str, type[Settings]] = {
+    "run_cycles": CycleSettings,
+    "train": TrainSettings,
+    "natural_model": FurtherTrainSettings,
+    "prepare_reward_data": RewardDataConfig,
+    "train_reward_model": RewardModelSettings,
+    "train_grpo": GRPOSettings,
+    "evaluate": EvaluateSettings,
+    "control_plain": FurtherTrainSettings,
+    "control_sampled": GRPOSettings,
+    "control_distil": GRPOSettings,
+}
+# The scripts of the sections that are not named after one.
+SCRIPTS = {
+    "natural_model": "train",
+    "control_plain": "train",
+    "control_sampled": "train_grpo",
+    "control_distil": "train_grpo",
 }
 
 
@@ -273,7 +286,7 @@ class Loop:
 
     def stage(self, kind: str, section: str, cycle: int, **options: Any) -> Stage:
         """Return a stage with the settings of a section, changed by options."""
-        script, _ = SECTIONS[section]
+        script = SCRIPTS.get(section, section)
         settings = self.sections[section]
         # With the seed of cycle 1, a later cycle would draw the same random numbers again.
         if cycle > 1 and hasattr(settings, "seed"):
@@ -315,8 +328,11 @@ class Loop:
         return better_than_constant(skill["r2_low"])
 
 
-def check_stages(loop: Loop, words: Mapping[str, Sequence[str]]) -> None:
-    """Raise a UserError that lists the errors in the settings of all stages, before the run."""
+def check_stages(loop: Loop, given: Collection[str]) -> None:
+    """Raise a UserError that lists the errors in the settings of all stages, before the run.
+
+    given: the options on the command line, as SECTION.OPTION.
+    """
     errors = Errors()
     stages = loop.stages()
     for function in loop.sections["train_grpo"].reward_function or ():
@@ -331,12 +347,12 @@ def check_stages(loop: Loop, words: Mapping[str, Sequence[str]]) -> None:
             names_input = "not found" in message or "init_from=" in message
             is_made_later = names_input and any(path in message for path in paths)
             errors.check(is_made_later, f"{stage.section}: {message}")
-        for word in words.get(stage.section, ()):
-            name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-            value = getattr(loop.sections[stage.section], name, None)
-            is_kept = getattr(stage.settings, name, None) == value or stage.cycle > 1
+        for member in fields(stage.settings):
+            name = f"{stage.section}.{member.name}"
+            value = getattr(loop.sections[stage.section], member.name)
+            is_kept = getattr(stage.settings, member.name) == value or stage.cycle > 1
             errors.check(
-                is_kept, f"--{stage.section}.{name}: this run sets it itself", "Leave it out"
+                is_kept or name not in given, f"--{name}: this run sets it itself", "Leave it out"
             )
     errors.raise_if_any()
 
@@ -382,9 +398,9 @@ def make(stage: Stage, ledger: Ledger, device: str) -> bool:
 # corpora and settings
 
 
-def make_own_corpora(settings: CycleSettings) -> dict[str, list[str]]:
-    """Make the corpora of the user's texts and name them in the settings; return options for the
-    sizes of the models, by section.
+def make_own_corpora(settings: CycleSettings) -> dict[str, dict[str, Any]]:
+    """Make the corpora of the user's texts and name them in the settings; return the sizes of the
+    models, by section.
     """
     tokenizer = None
     longest = None
@@ -408,35 +424,24 @@ def make_own_corpora(settings: CycleSettings) -> dict[str, list[str]]:
     return sizes_for(num_tokens, vocab_size, has_other_text, longest)
 
 
-def read_loop(
-    settings: CycleSettings, config_path: str | None, words: Mapping[str, Sequence[str]]
-) -> Loop:
-    """Return the loop for the sections of the settings file and of the command line."""
-    config = []
-    used = set(words)
-    if config_path is not None:
-        config = [f"--config={config_path}"]
-        used.update(read_config(config_path))
-    sections = {}
-    for name, (script, settings_class) in SECTIONS.items():
-        argv = [*config, f"--section={name}", *words.get(name, ())]
-        sections[name] = parse_settings(settings_class, script, argv, check=False)
-    return Loop(settings, sections, used)
-
-
 def main() -> None:
     # settings
-    argv, words = options_of_stages(sys.argv[1:], list(SECTIONS))
-    config_path, _, _ = split_config(argv)
-    settings = parse_settings(CycleSettings, "run_cycles", argv)
+    source, argv = split_config(sys.argv[1:], "run_cycles")
+    given = option_names(argv)
+    contents = read_config(source["config"])
+    sections = parse_sections(SECTIONS, "run_cycles", contents, argv)
+    settings = sections["run_cycles"]
+    settings.errors().raise_if_any()
     device = select_device(settings.device)
-    chooses_sizes = bool(settings.text) and config_path is None
-    sources = settings.text or [config_path or "cycles"]
-    if chooses_sizes:
-        config_path = OWN_TEXT
+    chooses_sizes = bool(settings.text) and source["config"] is None
+    sources = settings.text or [source["config"] or "cycles"]
     settings.out_dir = settings.out_dir or default_folder(sources)
-    loop = read_loop(settings, config_path, words)
-    check_stages(loop, words)
+    if chooses_sizes:
+        contents = read_config(OWN_TEXT)
+        sections = parse_sections(SECTIONS, "run_cycles", contents, argv)
+    used = {*contents, *[name.partition(".")[0] for name in given]}
+    loop = Loop(settings, sections, used)
+    check_stages(loop, given)
 
     # corpora
     ledger_path = Path(loop.folder, "cycles.json")
@@ -447,12 +452,12 @@ def main() -> None:
         lock_output(ledger_path)
         sizes = make_own_corpora(settings)
         if chooses_sizes:
-            for section, options in sizes.items():
-                print0(
-                    f"Sizes for this text, unless --{section}.OPTION is set: {' '.join(options)}"
-                )
-                words[section] = [*options, *words.get(section, ())]
-        loop = read_loop(settings, config_path, words)
+            for section, values in sizes.items():
+                words = [f"--{name}={value}" for name, value in values.items()]
+                print0(f"Sizes for this text, unless --{section}.OPTION is set: {' '.join(words)}")
+                contents[section].update(values)
+            sections = parse_sections(SECTIONS, "run_cycles", contents, argv)
+        loop = Loop(settings, sections, used)
     prepare_corpus(loop.natural_corpus)  # first, as the other one may use its tokenizer
     prepare_corpus(loop.corpus)
     lock_output(ledger_path)

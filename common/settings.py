@@ -8,26 +8,26 @@ The settings of a script are one dataclass. A field is `name: type = default`, o
 A settings file contains plain assignments, as nanoGPT's do. It is read as data: nothing in it is
 executed. A dict is a section: `train = dict(max_iters=300)` is for train.py only, and
 `--section NAME` selects the section of another name. `base = "NAME.py"` starts from the settings of
-another file in the same folder. All unknown names are reported together, and then all values that
-break a rule.
+another file in the same folder.
+
+The settings of the file are the defaults of the command line, which tyro parses. tyro reports the
+first unknown name or wrong type there; all values that break a rule are reported together.
 """
 
-import argparse
 import ast
-import contextlib
 import difflib
-import io
-import itertools
+import inspect
 import json
 import math
 import operator
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import Field, dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, get_origin
+from types import NoneType
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -46,6 +46,7 @@ BOUNDS = {
 # a byte (os.fsencode refuses them).
 NO_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 S = TypeVar("S", bound="Settings")
+T = TypeVar("T")
 
 
 class Errors:
@@ -103,10 +104,15 @@ class Settings:
         errors = Errors()
         for member in fields(self):
             value = getattr(self, member.name)
-            if isinstance(value, (int, float)):
-                _check_range(member, value, errors)
-            if "model_file" in member.metadata:
-                _check_models(member, value, errors)
+            is_given = bool(value) or member.metadata.get("model_file") != "required"
+            remedy = f"Pass the checkpoint with --{member.name}"
+            errors.check(is_given, f"{member.name} is required", remedy)
+            items = value if isinstance(value, tuple) else (value,)
+            for item in items:
+                if isinstance(item, (int, float)):
+                    _check_range(member, item, errors)
+                elif isinstance(item, str):
+                    _check_text(member, item, errors)
         self.check_settings(errors)
         return errors
 
@@ -131,18 +137,14 @@ def _check_range(member: Field[Any], value: int | float, errors: Errors) -> None
     errors.check(holds, error, f"Leave out {member.name} for its default, {member.default}")
 
 
-def _check_models(member: Field[Any], value: Any, errors: Errors) -> None:
-    """Check that every model that a setting names exists, here or as one of GPT-2's names."""
-    is_named = bool(value) or member.metadata["model_file"] == "optional"
-    remedy = f"Pass the checkpoint with --{member.name}"
-    errors.check(is_named, f"{member.name} is required", remedy)
-    paths = value or ()
-    if isinstance(paths, str):
-        paths = (paths,)
-    for path in paths:
-        exists = Path(path).exists() or is_hub_name(path)
+def _check_text(member: Field[Any], value: str, errors: Errors) -> None:
+    """Check that a text can be a path, and that a model exists, here or as a name of GPT-2."""
+    error = f"{member.name}={value!r}: no argument and no path can hold that character"
+    errors.check(not NO_PATH.search(value), error)
+    if "model_file" in member.metadata:
+        exists = Path(value).exists() or is_hub_name(value)
         remedy = "Check that the model checkpoint file exists and the path is correct"
-        errors.check(exists, f"Model file not found: {path}", remedy)
+        errors.check(exists, f"Model file not found: {value}", remedy)
 
 
 def is_positional(member: Field[Any]) -> bool:
@@ -168,122 +170,151 @@ def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def parse_settings(
     settings_class: type[S], script: str, argv: list[str] | None = None, check: bool = True
 ) -> S:
-    """Return the settings of a script (its name without .py); raise UserError for any error.
+    """Return the settings of a script (its name without .py).
 
     The settings file is the value of --config, or the first word if the script has no positional
-    setting. With `check`, check the rules of the settings too, and print a note for each given name
-    that has no effect.
+    setting. tyro ends the process with status 2 at an error of the command line. With `check`,
+    check the rules of the settings too, and print a note for each given name that has no effect;
+    raise UserError for an error there or in the settings file.
     """
-    if argv is None:
-        argv = sys.argv[1:]
-    members = fields(settings_class)
-    names = [member.name for member in members if not is_positional(member)]
-    known = [*names, *settings_class.without_effect]
-    path, section, argv = split_config(argv, file_first=len(names) == len(members))
-    sources = {"": argv}
-    if path is not None:
-        sources = {f"settings file {path}: ": _words_of_file(path, section or script), "": argv}
-    errors = Errors()
-    given: dict[str, list[str]] = {}
-    notes: dict[str, str] = {}
-    for source, source_words in sources.items():  # the command line, which overrides the file, last
-        for name, words in _group_by_option(source_words).items():
-            if name in settings_class.without_effect:
-                reason = settings_class.without_effect[name]
-                notes[name] = f"{' '.join(words)} has no effect here: {reason}"
-            elif name in names or name in ("", "help"):
-                given[name] = words
-            else:
-                error = f"{source}{script}.py has no option --{name}{_nearest(name, known)}"
-                errors.check(False, error)
-    errors.raise_if_any()
-    settings = _parse_words(settings_class, script, list(itertools.chain(*given.values())))
+    ignored = settings_class.without_effect
+    file_first = not any(map(is_positional, fields(settings_class)))
+    given, words = split_config(sys.argv[1:] if argv is None else argv, script, ignored, file_first)
+    path = given["config"]
+    values = values_of_section(read_config(path), given["section"] or script)
+    default = settings_of_values(settings_class, values, f"settings file {path}: {script}.py")
+    settings = parse_words(default, script, words)
     if check:
         settings.errors().raise_if_any()
-        for note in notes.values():
-            print0(note)
+        for name, reason in ignored.items():
+            if given[name] is not None or name in values:
+                print0(f"--{name} has no effect here: {reason}")
     return settings
 
 
 def split_config(
-    argv: list[str], file_first: bool = True
-) -> tuple[str | None, str | None, list[str]]:
-    """Return the settings file (--config, or the first word), the --section, and the other words of
-    a command line.
+    argv: list[str], script: str, ignored: Collection[str] = (), file_first: bool = True
+) -> tuple[dict[str, str | None], list[str]]:
+    """Return the values of --config (or the first word), --section and the `ignored` names, None
+    where they are not given, and the other words of a command line.
     """
     if file_first and argv and not argv[0].startswith("-"):
         argv = [f"--config={argv[0]}", *argv[1:]]
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
-    parser.add_argument("--config")
-    parser.add_argument("--section")
-    found, others = parser.parse_known_args(argv)  # exits with status 2 if a value is missing
-    return found.config, found.section, others
+    members = [(name, str | None, None) for name in ("config", "section", *ignored)]
+    kind: Any = make_dataclass("Given", members)
+    given, words = tyro.cli(
+        kind,
+        prog=f"{script}.py",
+        args=argv,
+        use_underscores=True,
+        add_help=False,
+        return_unknown_args=True,
+    )
+    return vars(given), words
 
 
-def options_of_stages(
-    argv: Sequence[str], sections: Sequence[str]
-) -> tuple[list[str], dict[str, list[str]]]:
-    """Split `--SECTION.NAME VALUE` options from the other arguments.
+def parse_words(default: T, script: str, words: list[str]) -> T:
+    """Return `default`, a dataclass, as changed by the words of a command line."""
+    return tyro.cli(
+        type(default),
+        default=default,
+        prog=f"{script}.py",
+        args=words,
+        description=f"{default.__doc__}\n\nA settings file of plain assignments: --config FILE.",
+        config=(tyro.conf.FlagConversionOff,),
+        use_underscores=True,
+    )
 
-    Return the other arguments, and the options of each section as `--NAME VALUE`.
+
+def parse_sections(
+    classes: Mapping[str, type[Settings]],
+    script: str,
+    contents: Mapping[str, Any],
+    words: list[str],
+) -> Mapping[str, Any]:
+    """Return the settings of several sections, of which each has a class: those of a settings file
+    with these contents, changed by the words of a command line, --SECTION.OPTION VALUE.
+
+    --help is for the section of the script alone.
     """
-    others: list[str] = []
-    by_section: dict[str, list[str]] = {}
-    for name, words in _group_by_option(argv).items():
-        section = name.partition(".")[0]
-        if section == name:
-            others += words
-        elif section in sections:
-            options = [word.replace(f"--{section}.", "--", 1) for word in words]
-            by_section[section] = by_section.get(section, []) + options
-        else:
-            error = f"--{name}: {section} is not a section; sections are {', '.join(sections)}"
-            raise UserError(f"ERROR: {error}")
-    return others, by_section
+    defaults = {}
+    for name, settings_class in classes.items():
+        values = values_of_section(contents, name)
+        where = f"settings file, section {name}"
+        defaults[name] = settings_of_values(settings_class, values, where)
+    if {"-h", "--help"} & {*words}:
+        parse_words(defaults[script], script, ["--help"])
+    kind = make_dataclass("Sections", classes.items())
+    return vars(parse_words(kind(**defaults), script, words))
 
 
-def _group_by_option(argv: Iterable[str]) -> dict[str, list[str]]:
-    """Return the words of each option of a command line, with `--name` first; '' maps to the words
-    before the first option.
+def option_names(words: list[str]) -> set[str]:
+    """Return the names of the options in the words of a command line."""
+    options = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+    return {option.replace("-", "_") for option in options}
+
+
+# --------------------------------------------------------------------------------------------------
+# settings file
+
+
+def values_of_section(contents: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """Return the values of a settings file for a section: those outside all sections, and its own.
+
+    A file without the section is fine, but a similar name is probably a typing error.
     """
-    groups: dict[str, list[str]] = {}
-    name = ""
-    for word in argv:
-        if word.startswith("--"):
-            name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        groups.setdefault(name, []).append(word)
-    return groups
+    values = {name: value for name, value in contents.items() if not isinstance(value, dict)}
+    sections = contents.keys() - values.keys()
+    if section in sections:
+        values.update(contents[section])
+        return values
+    similar = ", ".join(difflib.get_close_matches(section, sections, cutoff=0.8))
+    require(not similar, f"the settings file has no section {section}; did you mean {similar}?")
+    return values
 
 
-def _parse_words(settings_class: type[S], script: str, words: list[str]) -> S:
-    """Parse the words of a command line with tyro; turn its error into a UserError of one line."""
-    for word in words:
-        require(
-            not NO_PATH.search(word),
-            f"{word!r}: no argument and no path can hold that character",
-        )
-    config_help = "A settings file of plain assignments: --config FILE."
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            return tyro.cli(
-                settings_class,
-                prog=f"{script}.py",
-                args=words,
-                description=f"{settings_class.__doc__}\n\n{config_help}",
-                config=(tyro.conf.FlagConversionOff,),
-                use_underscores=True,
-            )
-    except SystemExit as end:
-        if not end.code:
-            raise  # --help
-    # tyro printed a box: its title, the error, and the help of the option.
-    text = printed.getvalue().partition("\n")[2]
-    error = re.sub("[│─╰╯\\s]+", " ", text).strip()
-    raise UserError(f"ERROR: {error}")
+def settings_of_values(settings_class: type[S], values: Mapping[str, Any], where: str) -> S:
+    """Return the default settings changed by the values of a settings file; raise a UserError that
+    lists the wrong names and types.
+
+    where: the file and what it is read for, for errors.
+    """
+    # Without __post_init__, which is for the final values. Defaults are attributes of the class.
+    settings = settings_class.__new__(settings_class)
+    types = get_type_hints(settings_class)
+    errors = Errors()
+    for name, value in values.items():
+        if name in types:
+            try:
+                setattr(settings, name, _convert(value, types[name]))
+            except (TypeError, ValueError, OverflowError):
+                kind = inspect.formatannotation(types[name])
+                errors.check(False, f"{where}: {name}={value!r:.100}: must be {kind}")
+        elif name not in settings_class.without_effect:
+            errors.check(False, f"{where} has no option --{name}{_nearest(str(name), types)}")
+    errors.raise_if_any()
+    return settings
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def _convert(value: Any, kind: Any) -> Any:
+    """Return a value of a settings file as the type of a setting; raise an error if it has another.
+
+    A list stands for a tuple, and a number is an integer or a float as the setting needs it.
+    """
+    arguments = get_args(kind)
+    if value in arguments:  # of a Literal
+        return value
+    if NoneType in arguments:
+        return value if value is None else _convert(value, arguments[0])
+    if Ellipsis in arguments and isinstance(value, (list, tuple)):
+        return tuple(_convert(item, arguments[0]) for item in value)
+    converted = kind(value)
+    if converted != value or isinstance(value, bool) != (kind is bool):
+        raise ValueError
+    return converted
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
     """Return the end of an error about an unknown name: the most similar known name, if any."""
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if matches:
@@ -291,43 +322,14 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return "; --help lists them"
 
 
-# --------------------------------------------------------------------------------------------------
-# settings file
-
-
-def _words_of_file(path: str, section: str) -> list[str]:
-    """Return the settings of a file, those of the section last, as words of a command line.
-
-    tyro then checks the types of the file's values too.
-    """
-    values: dict[str, Any] = {}
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in read_config(path).items():
-        if isinstance(value, dict):
-            sections[name] = value
-        else:
-            values[name] = value
-    if section in sections:
-        values.update(sections[section])
-    else:
-        # A file without the section is fine, but a similar name is probably a typing error.
-        similar = ", ".join(difflib.get_close_matches(section, sections, cutoff=0.8))
-        require(not similar, f"{path} has no section {section}; did you mean {similar}?")
-    words = []
-    for name, value in values.items():
-        if isinstance(value, (list, tuple)):
-            words += [f"--{name}", *map(str, value)]
-        elif isinstance(value, float) and value.is_integer():
-            words.append(f"--{name}={int(value)}")  # 2e1 may be the value of an integer setting
-        else:
-            words.append(f"--{name}={value}")  # one word, so that the value may begin with dashes
-    return words
-
-
-def read_config(path: str) -> dict[str, Any]:
+def read_config(path: str | None) -> dict[str, Any]:
     """Return the assignments of a settings file, on top of those of its `base`, another file in the
     same folder; sections are merged option by option. Raise UserError if a line cannot be read.
+
+    None: no file, no assignments.
     """
+    if path is None:
+        return {}
     values = _read_file(path)
     if "base" not in values:
         return values

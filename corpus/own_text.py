@@ -9,6 +9,7 @@ tokens: characters, or byte pairs learned from the training parts of both.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from common.files import read_json, write_json
 from common.process import require, warn
@@ -118,8 +119,8 @@ def choose_tokenization(num_own: int, chars: set[str]) -> tuple[str, int, str]:
 
 def sizes_for(
     num_tokens: int, vocab_size: int, has_natural: bool, longest: int | None = None
-) -> dict[str, list[str]]:
-    """Return options for a text of `num_tokens`, by section of the settings file OWN_TEXT.
+) -> dict[str, dict[str, Any]]:
+    """Return settings for a text of `num_tokens`, by section of the settings file OWN_TEXT.
 
     The generator of a short text gets fewer steps, because it memorises the text soon; models of a
     large vocabulary do, because their steps take longer, and GRPO gets fewer prompts a step.
@@ -131,10 +132,10 @@ def sizes_for(
     if num_tokens < SHORT_TEXT:
         block_size = SHORT_BLOCK_SIZE
     max_iters = {"train": 600.0, "natural_model": 1300.0, "control_plain": 2700.0}
-    shape: list[str] = []
+    shape: dict[str, Any] = {}
     if not has_natural:
         max_iters["control_plain"] = 6000.0
-        shape = ["--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.1"]
+        shape = {"n_layer": 4, "n_head": 4, "n_embd": 128, "dropout": 0.1}
     max_iters["train"] *= min(2.0, max(0.5, num_tokens / DEFAULT_TOKENS))
     if longest is not None:
         require(
@@ -144,21 +145,21 @@ def sizes_for(
         )
         block_size = min(block_size, longest)
         del max_iters["natural_model"]
-    options = {}
+    sizes: dict[str, dict[str, Any]] = {}
     for section, steps in max_iters.items():
         if vocab_size > LARGE_VOCABULARY:
             steps /= 2
-        options[section] = [
-            f"--block_size={block_size}",
-            f"--batch_size={2048 // block_size}",  # about the same number of tokens in every step
-            f"--max_iters={round(steps)}",
-        ]
+        sizes[section] = {
+            "block_size": block_size,
+            "batch_size": 2048 // block_size,  # about the same number of tokens in every step
+            "max_iters": round(steps),
+        }
     if vocab_size > LARGE_VOCABULARY:
         for section, prompts in PROMPTS.items():
-            options[section] = [f"--prompts_per_step={prompts}"]
+            sizes[section] = {"prompts_per_step": prompts}
     if longest is None:
-        options["natural_model"] += shape
+        sizes["natural_model"].update(shape)
     if num_tokens > LONG_TEXT:
-        options["train"].append("--dropout=0.0")
-        options["control_plain"].append("--dropout=0.0")
-    return options
+        sizes["train"]["dropout"] = 0.0
+        sizes["control_plain"]["dropout"] = 0.0
+    return sizes

@@ -3,7 +3,6 @@
 python evaluate.py --help
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -91,8 +90,7 @@ def check_functions(
     if weights is None:
         return
     errors.check(
-        len(weights) == len(names) and all(map(math.isfinite, weights)),
-        f"function_weight={weights}: {len(names)} finite numbers are needed, one for each reward "
-        "function",
+        len(weights) == len(names),
+        f"function_weight={weights}: {len(names)} numbers are needed, one for each reward function",
         "Pass as many weights as reward functions, or none",
     )

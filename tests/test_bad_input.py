@@ -61,7 +61,7 @@ def test_a_wrong_device_name_or_output_is_refused(script, good, tmp_path):
     (tmp_path / "file").write_text("mine")
     options = good[script]
     assert "device='cuda:99'" in refuse(script, **{**options, "device": "cuda:99"})
-    assert "no_such_option" in refuse_in_one_line(script, **options, no_such_option=1)
+    assert "options: --no_such_option" in refuse(script, **options, no_such_option=1)
     options[OUTPUT_OPTION[script]] = tmp_path / "file" / "out.pt"
     assert str(tmp_path / "file") in refuse_in_one_line(script, **options)
     assert [*folder_bytes(tmp_path)] == ["file"]

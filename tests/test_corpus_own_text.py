@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 from helpers import make_text, refuse
 
-import run_cycles
 from common.process import UserError
-from common.settings import options_of_stages
+from common.settings import parse_sections
 from corpus import own_text
 from corpus.encode import make_tokenizer
 from corpus.own_text import choose_tokenization, make_corpora, sizes_for
+from grpo.settings import GRPOSettings
+from run_cycles import SECTIONS, CycleSettings
 from tokenization_manager import TokenizationManager
+from training.settings import FurtherTrainSettings, TrainSettings
 
 
 @pytest.fixture
@@ -91,26 +93,34 @@ def test_the_rule_for_tokens(num_own, num_beyond_ascii, expected):
 def test_sizes_follow_the_length():
     short = sizes_for(30_000, 90, True)
     long = sizes_for(2_000_000, 4096, False)
-    assert short["train"] == ["--block_size=48", "--batch_size=42", "--max_iters=300"]
-    assert short["natural_model"][-1] == "--max_iters=1300"
-    assert sizes_for(80_000, 320, True)["train"][-1] == "--max_iters=600"
-    assert long["control_plain"][-2:] == ["--max_iters=3000", "--dropout=0.0"]
-    assert long["natural_model"][2:4] == ["--max_iters=650", "--n_layer=4"]
-    assert "train_grpo" not in short and long["train_grpo"] == ["--prompts_per_step=24"]
+    assert short["train"] == {"block_size": 48, "batch_size": 42, "max_iters": 300}
+    assert short["natural_model"]["max_iters"] == 1300
+    assert sizes_for(80_000, 320, True)["train"]["max_iters"] == 600
+    expected = {"block_size": 80, "batch_size": 25, "max_iters": 3000, "dropout": 0.0}
+    assert long["control_plain"] == expected
+    assert long["natural_model"]["max_iters"] == 650 and long["natural_model"]["n_layer"] == 4
+    assert "train_grpo" not in short and long["train_grpo"] == {"prompts_per_step": 24}
     given = sizes_for(80_000, 320, True, longest=70)
-    assert "natural_model" not in given and given["train"][0] == "--block_size=70"
+    assert "natural_model" not in given and given["train"]["block_size"] == 70
     with pytest.raises(UserError, match="block_size of 8, but at least 16 is needed"):
         sizes_for(80_000, 320, True, longest=8)
 
 
-def test_settings_of_stages():
+def test_settings_of_stages(capsys):
     words = (
-        "--text a.txt --train.max_iters 4 b --train_grpo.group-size=2 --controls False "
-        "--train_grpo.function_weight 1 2"
+        "--text a.txt --train.max_iters 4 --train_grpo.group-size=2 --controls False "
+        "--train_grpo.function_weight 1 2 --natural_model b.pt --natural_model.max_iters 5"
     )
-    others, own = options_of_stages(words.split(), list(run_cycles.SECTIONS))
-    assert others == ["--text", "a.txt", "--controls", "False"]
-    assert own["train"] == ["--max_iters", "4", "b"]
-    assert own["train_grpo"] == ["--group-size=2", "--function_weight", "1", "2"]
-    with pytest.raises(UserError, match=r"trian is not a section; sections are train,"):
-        options_of_stages(["--trian.max_iters", "4"], list(run_cycles.SECTIONS))
+    sections = parse_sections(
+        SECTIONS, "run_cycles", {"natural_model": {"n_layer": 3}, "device": "cpu"}, words.split()
+    )
+    own = CycleSettings(text=("a.txt",), controls=False, natural_model="b.pt", device="cpu")
+    assert sections["run_cycles"] == own
+    assert sections["train"] == TrainSettings(max_iters=4, device="cpu")
+    assert sections["train_grpo"] == GRPOSettings(
+        group_size=2, function_weight=(1, 2), device="cpu"
+    )
+    assert sections["natural_model"] == FurtherTrainSettings(n_layer=3, max_iters=5, device="cpu")
+    with pytest.raises(SystemExit, match="2"):
+        parse_sections(SECTIONS, "run_cycles", {}, ["--trian.max_iters", "4"])
+    assert "--train.max_iters" in capsys.readouterr().err

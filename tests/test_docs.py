@@ -30,7 +30,7 @@ from helpers import ROOT, make_checkpoint, make_corpus, make_text, settings_of
 from test_train import NANOGPT_TRAIN
 
 from common.log import read_records
-from common.settings import options_of_stages, parse_settings
+from common.settings import parse_sections, parse_settings, read_config, split_config
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import RewardDataset
@@ -120,10 +120,11 @@ def check_command(line: str) -> list[str]:
     elif words and not words[1].startswith("tests/") and "--help" not in words:
         name = words[1].removesuffix(".py")
         assert words[0] == "python" and (ROOT / f"{name}.py").is_file(), words
-        own = words[2:]
         if name == "run_cycles":
-            own = options_of_stages(own, list(SECTIONS))[0]
-        parse_settings(settings_of(name), Path(name).name, own, check=False)
+            given, own = split_config(words[2:], name)
+            parse_sections(SECTIONS, name, read_config(given["config"]), own)
+        else:
+            parse_settings(settings_of(name), Path(name).name, words[2:], check=False)
         return words
     return []
 
@@ -302,7 +303,7 @@ def test_options_in_the_text_exist():
     scripts = ["data/shakespeare_char/prepare"]
     for folder in ("", "interop/", "benchmarks/"):
         for path in ROOT.glob(f"{folder}*.py"):
-            if "parse_settings(" in path.read_text():
+            if re.search(r"parse_se\w+\(", path.read_text()):
                 scripts.append(f"{folder}{path.stem}")
     for kind in map(settings_of, scripts):
         known.update(field.name for field in dataclasses.fields(kind))

@@ -32,11 +32,11 @@ from helpers import (
 import run_cycles
 from common.files import read_json
 from common.log import read_records
-from common.process import UserError
+from common.settings import parse_sections, read_config
 from grpo.settings import GRPOSettings
 from metrics.settings import EvaluateSettings
 from reports.ledger import Ledger
-from run_cycles import CycleSettings, Loop, check_stages, read_loop
+from run_cycles import SECTIONS, CycleSettings, Loop
 from training.stage import Stage
 
 NAMES = [
@@ -225,10 +225,12 @@ def test_an_interrupted_run_goes_on(tmp_path, corpus):
     assert_same_weights(weights(out / "base_model_v1.pt"), expected)
 
 
-def plan(tmp_path: Path, text: str = CONFIG + CONTROLS, words=None, **changes: Any) -> Loop:
+def plan(tmp_path: Path, text: str = CONFIG + CONTROLS, words=(), **changes: Any) -> Loop:
     """Return the loop of a settings file, without running it."""
     settings = CycleSettings(out_dir=str(tmp_path / "out"), **changes)
-    return read_loop(settings, str(write_config(tmp_path, text)), words or {})
+    contents = read_config(str(write_config(tmp_path, text)))
+    sections = parse_sections(SECTIONS, "run_cycles", contents, list(words))
+    return Loop(settings, sections, contents)
 
 
 def kinds(stages: Iterable[Stage]) -> list[str]:
@@ -282,7 +284,7 @@ def test_a_task(tmp_path):
     """The control of sampled tokens learns it too; a stage knows what its file has."""
     file = tmp_path / "my.py"
     file.write_text("f = len")
-    words = {"train_grpo": [f"--reward_function={file}:f", "--group_size=2"]}
+    words = [f"--train_grpo.reward_function={file}:f", "--train_grpo.group_size=2"]
     settings = {stage.kind: stage.settings for stage in plan(tmp_path, words=words).stages()}
     functions = settings["policy"].reward_function
     assert functions == settings["control_sampled"].reward_function == (f"{file}:f",)
@@ -328,8 +330,8 @@ def test_all_faults_of_all_sections_are_reported_before_anything_is_made(tmp_pat
     assert "train_grpo: max_steps=0" in message
     assert "train_grpo: reward_function=no.py:f: must be" in message
     assert "my.py has no function 'typo'" in message
-    message = refuse_in_one_line("run_cycles", max_iters=3, **options)
-    assert "run_cycles.py has no option --max_iters" in message
+    message = refuse("run_cycles", max_iters=3, **options)
+    assert "Unrecognized options: --max_iters" in message and "--train.max_iters" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -364,9 +366,17 @@ def test_command_of_a_stage():
 
 
 def test_options_that_the_run_sets_itself_are_refused(tmp_path):
-    words = {"train": ["--dataset=x", "--seed=1"], "control_plain": ["--init_from=scratch"]}
-    made = plan(tmp_path, CONFIG, words, num_cycles=2)
-    assert "control_plain" in kinds(made.stages())  # the command line has its section
-    with pytest.raises(UserError, match=r"--train.dataset: this run sets it itself") as error:
-        check_stages(made, words)
-    assert str(error.value).count("ERROR") == 1
+    message = refuse(
+        "run_cycles",
+        str(write_config(tmp_path, CONFIG)),
+        "--train.dataset=x",
+        "--train-grpo.dataset=x",
+        "--train.seed=1",
+        "--control_plain.dropout=1.5",
+        out_dir=tmp_path / "out",
+        num_cycles=2,
+    )
+    assert "--train.dataset: this run sets it itself" in message
+    assert "--train_grpo.dataset: this run sets it itself" in message
+    assert "control_plain: dropout=1.5" in message  # the command line adds this control
+    assert message.count("ERROR") == 3

@@ -239,8 +239,7 @@ def test_a_settings_file_of_nanogpt_trains(monkeypatch, nanogpt, tmp_path):
     monkeypatch.setattr(torch.optim, "AdamW", recorded)
     out = nanogpt(NANOGPT_TRAIN)
     assert betas == [(0.9, 0.95)]
-    ignored = ["eval_iters=200", "log_interval=10", "always_save_checkpoint=False", "beta1=0.9"]
-    for name in (*ignored, "backend=nccl"):
+    for name in train.TrainSettings.without_effect:
         assert out.count(f"{name} has no effect here: ") == 1
     checkpoint = load_checkpoint(tmp_path / "out/model_checkpoint.pt")
     assert checkpoint["config"].bias
@@ -250,7 +249,7 @@ def test_a_settings_file_of_nanogpt_trains(monkeypatch, nanogpt, tmp_path):
 
 def test_settings_files_of_nanogpt_evaluate_and_finetune(nanogpt, tmp_path, generator):
     out = nanogpt(NANOGPT_EVALUATE, init_from=generator, eval_iters=20)
-    assert "--eval_iters 20 has no effect here" in out
+    assert "--eval_iters has no effect here" in out
     assert f"val_loss {load_checkpoint(generator)['training']['val_loss']:.4g}" in out
     assert not (tmp_path / "out").exists()
     nanogpt(NANOGPT_TUNE, init_from=generator)

@@ -155,8 +155,8 @@ REFUSED = """
 --prefixes natural --reward_function a.py:f => prefixes=natural is ignored with a reward_function
 --reward_function a.py:f b.py:f => f f: names must differ
 --reward_function a.py:f_low => must not end in _low
---reward_function a.py:f b.py:g --function_weight 1 => function_weight=(1.0,): 2 finite
---reward_function a.py:f --function_weight nan => function_weight=(nan,): 1 finite
+--reward_function a.py:f b.py:g --function_weight 1 => function_weight=(1.0,): 2 numbers
+--reward_function a.py:f --function_weight nan => function_weight=nan: must be finite
 --reward_model_path None => reward_model_path is required
 --reward_model_path None --reward_function a.py:f --credit exact => reward_model_path is required
 --reward_model_path None --reward_function a.py:f --group_size 1 => group_size=1 leaves credit=auto
