@@ -1,7 +1,6 @@
-"""The reward of two Hugging Face models beside our own head, and CrossoverTrainer beside
-train_grpo.py.
+"""The reward of two Hugging Face models beside our own head, and training in two processes.
 
-    pytest tests/test_interop_crossover.py
+pytest tests/test_interop_crossover.py
 """
 
 import os
@@ -14,9 +13,8 @@ import torch
 from helpers import ROOT
 from test_interop_trl_uses import make_trainer
 
-import grpo.policy_loss as formulas
 from common.process import UserError
-from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
+from interop.crossover_reward import CrossoverReward, load_tokenizer
 from reward.heads import LikelihoodRewardModel
 from reward.posterior import natural_probabilities
 from training.checkpoint import build_model, load_checkpoint
@@ -31,15 +29,6 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(scope="module")
-def head(generator, knowing):
-    """Our own head of the models that are exported."""
-    models = [build_model(load_checkpoint(path), path) for path in (knowing, generator)]
-    own = LikelihoodRewardModel(*models).requires_grad_(False)
-    own.mixture.data = torch.tensor(WEIGHT).logit()
-    return own.eval()
-
-
 def make_reward(exported, weight=WEIGHT, **options):
     return CrossoverReward(exported[1], exported[0], weight=weight, **options)
 
@@ -49,7 +38,10 @@ def random_rows(*lengths):
     return [torch.randint(20, (length,), generator=draw).tolist() for length in lengths]
 
 
-def test_evidence_and_probabilities_are_those_of_our_head(exported, head):
+def test_evidence_and_probabilities_are_those_of_our_head(exported, generator, knowing):
+    models = [build_model(load_checkpoint(path), path) for path in (knowing, generator)]
+    head = LikelihoodRewardModel(*models).requires_grad_(False)
+    head.mixture.data = torch.tensor(WEIGHT).logit()
     reward = make_reward(exported, max_completion_length=4)
     rows = random_rows(16, 9, 16, 2)
     evidence = reward.evidence(rows)
@@ -123,67 +115,6 @@ def note_gradients(trainer, note):
             note(model)
 
     trainer.add_callback(Note())
-
-
-def test_two_steps_have_the_gradients_of_train_grpo(
-    exported, head, generator, tmp_path, monkeypatch
-):
-    """Ours in one piece, the trainer's in pieces of two positions."""
-    from interop import exact_credit
-    from interop.huggingface import our_name, permute_weights
-
-    monkeypatch.setattr(exact_credit, "PIECE_LOGITS", 50)
-    model = load_model(exported[0])
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(not name.endswith("bias"))  # which ours has not
-    trainer = make_trainer(
-        exported,
-        tmp_path,
-        f"{SETTINGS} --max_grad_norm 1e9",
-        model=model,
-        reward=make_reward(exported),
-        train_dataset=prompts(PROMPTS),
-        processing_class=load_tokenizer(exported[0]),
-    )
-    compute = trainer._compute_loss
-    contents = load_checkpoint(generator)
-    batches = []
-    compared = []
-
-    def keep_batch(model, inputs):
-        batches.append(inputs)
-        return compute(model, inputs)
-
-    def as_ours(tensors):
-        """Return their weights or gradients, by name, in our form and by our names."""
-        renamed = {our_name(name): tensor for name, tensor in tensors.items()}
-        config = contents["config"]
-        return {name: permute_weights(renamed[name], name, config) for name in renamed}
-
-    def compare(model):
-        """Compare the gradients with ours, of the same batch and weights."""
-        policy = build_model(contents, generator)
-        policy.load_state_dict(as_ours(model.state_dict()), strict=False)
-        batch = batches[-1]
-        ids = torch.cat((batch["prompt_ids"], batch["completion_ids"]), 1)
-        states = policy.trunk(ids[:, :-1])[:, -C:]
-        frozen = [each.trunk(ids[:, :-1])[:, -C:] for each in (head.natural, head.generator)]
-        evidence, start = head.distributions(frozen)  # (R, C, V) each
-        log_probs = policy.logits(states).log_softmax(-1)
-        formulas.divergence(log_probs, evidence, start).mean().backward()
-        trained = {name: w.grad for name, w in model.named_parameters() if w.requires_grad}
-        theirs = as_ours(trained)
-        for name, weight in policy.named_parameters():
-            difference = weight.grad[: len(theirs[name])] - theirs[name]
-            assert difference.norm() <= 1e-3 * weight.grad.norm(), name
-        compared.append(batch)
-
-    trainer._compute_loss = keep_batch
-    note_gradients(trainer, compare)
-    trainer.train()
-    assert len(compared) == 2
-    first, second = [record["crossover/kl_start"] for record in trainer.state.log_history[:2]]
-    assert abs(first) < 1e-4 < abs(second)
 
 
 def test_positions_that_are_learned_have_their_limits(exported, tmp_path, corpus):

@@ -70,27 +70,44 @@ def test_the_gradient_of_a_task_is_added(models, tmp_path, adapters):
         torch.testing.assert_close(gradient, exact[name] + task[name], atol=1e-6, rtol=1e-3)
     names = ("crossover/divergence", "crossover/evidence", "crossover/kl_start")
     assert all(name in trainer.state.log_history[0] for name in names)
+    assert abs(trainer.state.log_history[1]["crossover/kl_start"]) > 1e-4
 
 
-CHANGES = {"pad_token": "<|im_end|>", "padding_side": "right"}
+def load(folder, is_tied):
+    """Load a model; where asked, with one matrix as embedding and as output layer."""
+    model = load_model(folder)
+    if is_tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_the_gradient_is_that_of_the_divergence_however_texts_are_padded(models, tmp_path, name):
-    """The token that ends a text also pads it, or the tokenizer pads on the right."""
+@pytest.mark.parametrize(
+    ("is_tied", "change"),
+    [(False, {"pad_token": "<|im_end|>"}), (True, {"padding_side": "right"})],
+)
+def test_the_gradient_is_that_of_the_divergence_however_texts_are_padded(
+    models, tmp_path, monkeypatch, is_tied, change
+):
+    """The token that ends a text also pads it, or the tokenizer pads on the right; in pieces of two
+    positions.
+    """
+    from interop import exact_credit
     from interop.crossover_trainer import CrossoverTrainer
 
+    monkeypatch.setattr(exact_credit, "PIECE_LOGITS", 600)
     settings = "--max_completion_length 12 --max_grad_norm 1e9"
+    policy, start, natural = (load(models[number], is_tied) for number in (0, 0, 1))
     gradients = []
-    for changed in (False, True):
+    for changes in ({}, change):
         tokenizer = load_tokenizer(models[0])
         assert tokenizer.pad_token != tokenizer.eos_token
-        if changed:
-            setattr(tokenizer, name, CHANGES[name])
-        reward = CrossoverReward(models[1], models[0], weight=0.5, tokenizer=tokenizer)
-        parts = {"reward": reward, "processing_class": tokenizer}
+        for name, value in changes.items():
+            setattr(tokenizer, name, value)
+        parts = {"processing_class": tokenizer, "model": load(models[0], is_tied)}
+        parts["reward"] = CrossoverReward(natural, start, weight=0.8, tokenizer=tokenizer)
         trainer = make_trainer(models, tmp_path, settings, keeping(CrossoverTrainer), **parts)
         gradients.append(gradients_of_first_step(trainer))
+        assert abs(trainer.state.log_history[0]["crossover/kl_start"]) < 1e-4
         mask = trainer.kept["completion_mask"].bool()
         is_end = torch.isin(trainer.kept["completion_ids"], torch.tensor(trainer.eos_token_ids))
         assert 0 < (is_end & mask).sum() < len(mask) * 2
@@ -103,13 +120,14 @@ def test_the_gradient_is_that_of_the_divergence_however_texts_are_padded(models,
     batch = trainer.kept
     ids = torch.cat((batch["prompt_ids"], batch["completion_ids"]), 1)
     is_text = torch.cat((batch["prompt_mask"], batch["completion_mask"]), 1).bool()
-    policy, start, natural = (load_model(models[number]) for number in (0, 0, 1))
     divergences = []
     for row, length in enumerate(mask.sum(1)):
         text = ids[row, is_text[row]][None]
-        logits = [model(input_ids=text).logits[0, -length - 1 : -1] for model in (start, natural)]
-        m = torch.stack(logits).softmax(-1).mean(0).detach()
-        pi = policy(input_ids=text).logits[0, -length - 1 : -1].softmax(-1)
+        chances = []
+        for model in (policy, start, natural):
+            chances.append(model(input_ids=text).logits[0, -length - 1 : -1].softmax(-1))
+        pi, q, p = chances
+        m = (0.8 * p + 0.2 * q).detach()
         divergences.append((pi * (pi / m).log()).sum(-1))
     torch.cat(divergences).mean().backward()
     for name, weight in policy.named_parameters():
