@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tracemalloc
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -220,15 +221,11 @@ def test_ctrl_c_and_again(monkeypatch, tmp_path, options, reward_data):
 @pytest.mark.parametrize("samples", [1, 5])
 def test_memory_grows_with_samples_per_chunk(monkeypatch, samples, generator, splits):
     """A batch has all samples of at most BLOCKS blocks."""
-    batches = []
-
-    def noted(model, natural, prefix_lengths, *arguments):
-        batches.append(prefix_lengths.shape)
-        return complete(model, natural, prefix_lengths, *arguments)
-
+    noted = Mock(side_effect=complete)
     monkeypatch.setattr(completions, "complete", noted)
     model, config = prep.load_base_model(str(generator))
     prep.create_reward_samples(splits.train, model, config, samples_per_chunk=samples)
+    batches = [call.args[2].shape for call in noted.call_args_list]  # of prefix lengths
     assert max(batches) == (prep.BLOCKS, samples)
     assert sum(blocks for blocks, _ in batches) == len(splits.train) // N
 

@@ -130,7 +130,9 @@ def test_a_fit_whose_loss_is_not_finite_is_reported(monkeypatch, good, natural_m
     assert not good["output_path"].exists()
 
 
-def test_the_better_of_two_epochs_is_kept(good, generator, reward_data):
+def test_the_better_of_two_epochs_is_kept_and_an_output_until_overwritten(
+    good, generator, reward_data
+):
     """The trunk stays as it was; of two epochs the better is kept, by the loss on the half that
     selects.
     """
@@ -147,23 +149,18 @@ def test_the_better_of_two_epochs_is_kept(good, generator, reward_data):
     x, y = parts(reward_data)[0]
     assert model.loss(model.output(x), y).item() == pytest.approx(min(losses), rel=1e-5)
     assert epochs[0]["mae_tokens"] == pytest.approx(16 * epochs[0]["mae"])
+    before = folder_bytes(good["output_path"].parent)
+    line = refuse_in_one_line("train_reward_model", **good, **LAST)
+    assert f"{good['output_path']} exists" in line and "--overwrite True" in line
+    assert folder_bytes(good["output_path"].parent) == before
+    succeed("train_reward_model", **good, **LAST, overwrite=True, seed=3)
+    assert load_result(good)[0]["training"]["settings"]["seed"] == 3
 
 
 def test_training_stops_without_improvement(good):
     options = {**good, "head": "last", "max_epochs": 9}
     succeed("train_reward_model", **options, patience=1, min_delta=10.0)
     assert [record["step"] for record in epochs_of(good)] == [1, 2]
-
-
-def test_an_output_is_kept_until_overwritten(good):
-    options, output = {**good, **LAST}, good["output_path"]
-    succeed("train_reward_model", **options)
-    before = folder_bytes(output.parent)
-    line = refuse_in_one_line("train_reward_model", **options)
-    assert f"{output} exists" in line and "--overwrite True" in line
-    assert folder_bytes(output.parent) == before
-    succeed("train_reward_model", **options, overwrite=True, seed=3)
-    assert load_result(good)[0]["training"]["settings"]["seed"] == 3
 
 
 def test_a_likelihood_head_warns_of_data_of_another_temperature(good, tmp_path, knowing):
