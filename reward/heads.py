@@ -57,8 +57,8 @@ class LikelihoodRewardModel(nn.Module):
 
     p is trained on natural text. Evidence is log(m / q) with the mixture m = w p + (1 - w) q and a
     learned w. Two models of the same text predict it better together than either one, and evidence
-    cannot fall below log(1 - w). The text of q is sampled at temperature 1 from all tokens. Raise
-    UserError if the models do not read the same tokens.
+    cannot fall below log(1 - w). The text of q is sampled at temperature 1 from all tokens. The
+    models read the same tokens.
     """
 
     is_ratio: ClassVar[Literal[True]] = True
@@ -67,9 +67,6 @@ class LikelihoodRewardModel(nn.Module):
 
     def __init__(self, natural: GPT, generator: GPT) -> None:
         super().__init__()
-        check_same_fields(
-            natural.config, generator.config, "the model of natural text", "the generator"
-        )
         self.natural = natural
         self.generator = generator.requires_grad_(False)
         self.mixture = nn.Parameter(torch.tensor(2.0))  # w = sigmoid(mixture)

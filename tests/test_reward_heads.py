@@ -19,6 +19,7 @@ from reward.heads import (
     make_reward_model,
 )
 from training.checkpoint import load_checkpoint, save_checkpoint
+from training.lineage import check_same_fields
 
 N, V = 12, 5
 CONFIG = GPTConfig(block_size=N, vocab_size=V, n_layer=1, n_head=2, n_embd=16)
@@ -100,9 +101,9 @@ def test_only_the_natural_model_and_the_mixture_learn():
 @pytest.mark.parametrize(("name", "value"), [("vocab_size", 6), ("num_real_tokens", 4)])
 def test_models_of_other_tokens_are_refused(name, value):
     """test_train_reward_model.py has one of shorter texts."""
-    other = tiny_gpt(3, **{name.replace("real_", ""): value})
+    other = dataclasses.replace(CONFIG, **{name.replace("real_", ""): value})
     with pytest.raises(UserError, match=f"{name} .* {V} .* {value} "):
-        LikelihoodRewardModel(tiny_gpt(1), other)
+        check_same_fields(CONFIG, other, "ours", "theirs")
 
 
 def test_a_last_head_has_the_same_interface():

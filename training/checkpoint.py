@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from common.files import is_hub_name, load_state, reading, save_state
 from common.process import is_main_rank, require, warn
 from model import GPT, GPTConfig
-from tokenization_manager import TokenizationManager
 
 RECORDS = ("tokenization", "data", "training", "generator_config")
 # Former fields of GPTConfig, and their defaults: other values are refused.
@@ -99,10 +98,6 @@ def checked_contents(contents: Record) -> dict[str, Any]:
         checked["generator_config"] = check_config(
             checked["generator_config"], weights, ("generator.",)
         )
-    if checked["tokenization"] is not None:
-        TokenizationManager.from_record(
-            checked["tokenization"]
-        )  # raises UserError if it is invalid
     return checked
 
 
