@@ -71,6 +71,10 @@ def run_main(
             main()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+            if not is_main_rank():
+                # Threads of gloo can abort a process in the interpreter's last moments.
+                sys.stdout.flush()
+                os._exit(0)
     except UserError as error:
         _exit(str(error), EXIT_BAD_INPUT)
     except KeyboardInterrupt:
