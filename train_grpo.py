@@ -118,7 +118,7 @@ def main() -> None:
         # Score: the models read the rows, prompts included, and return log pi_ref (R, N - 1) and
         # P(natural) (R,), all float32. A likelihood head also returns the evidence (R, N - 1):
         # log(m / pi_ref) of each token, where m is the head's mixture of pi_ref and a natural
-        # model. Each reward function returns (R,) or (R, N - 1). credit=exact also needs the
+        # model. Each reward function returns (R,). credit=exact also needs the
         # head's hidden states before each token, (M, C) for the M tokens in the mask.
         keep_hidden = settings.credit == "exact"
         scores = scorer(rollouts.ids, rollouts.mask, keep_hidden)
