@@ -221,7 +221,9 @@ def check_skill(training: Mapping[str, Any], settings: GRPOSettings) -> None:
             f"{path} was made from reward data of temperature {temperature} and top_k {top_k}: "
             "its R2 may not hold for the policy, which samples at temperature 1 from all tokens"
         )
-    skill = training.get("skill", {})
+    skill = training.get("skill") or {}
+    if not skill.keys() >= {"r2", "r2_low", "r2_high", "num_blocks"}:
+        skill = {}
     if better_than_constant(skill.get("r2_low")):
         return
     finding = f"{path} does not record how well it predicts"

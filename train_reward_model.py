@@ -207,4 +207,4 @@ def make_model(settings: RewardModelSettings, natural: GPT, generator: GPT) -> R
 
 
 if __name__ == "__main__":
-    run_main(main, memory_option="--batch_size")
+    run_main(main)

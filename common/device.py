@@ -35,7 +35,10 @@ def select_device(name: str) -> torch.device:
     require(name.partition(":")[0] in ("cpu", "cuda", "mps"), f"device={name!r}: {rule}")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
+        if device.type == "cuda":
+            torch.cuda.get_device_properties(device)  # each rank of torchrun looks at device 0
+        else:
+            torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         problem = f"device={name!r} is not available here ({first_line(error):.120})"
         raise UserError(f"ERROR: {problem}: {rule}") from None

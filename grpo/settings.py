@@ -29,7 +29,7 @@ class GRPOSettings(Settings):
     init_from: Literal["scratch", "resume"] = setting("scratch", changeable=True)
     """scratch, or resume an interrupted run of the same settings"""
     overwrite: bool = setting(False, changeable=True)
-    """replace an output that other settings made"""
+    """replace an output that exists"""
     allow_unpredictive_reward: bool = setting(False, changeable=True)
     """continue if R2 of the reward model may be 0, or is not recorded"""
     prompts_per_step: int = setting(16, minimum=1)

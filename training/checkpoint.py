@@ -23,8 +23,16 @@ from torch import Tensor, nn
 from common.files import is_hub_name, load_state, reading, save_state
 from common.process import is_main_rank, require, warn
 from model import GPT, GPTConfig
+from tokenization_manager import TokenizationManager
 
 RECORDS = ("tokenization", "data", "training", "generator_config")
+CHECKED_ENTRIES = (
+    ("data", "train_sha256", str),
+    ("data", "val_sha256", str),
+    ("training", "generator_sha256", str | None),
+    ("training", "batches", int | None),
+    ("training", "skill", dict | None),
+)
 # Former fields of GPTConfig, and their defaults: other values are refused.
 REMOVED_FIELDS = {
     "rotary_share": 1.0,
@@ -98,6 +106,12 @@ def checked_contents(contents: Record) -> dict[str, Any]:
         checked["generator_config"] = check_config(
             checked["generator_config"], weights, ("generator.",)
         )
+    if checked["tokenization"] is not None:
+        TokenizationManager.from_record(checked["tokenization"])  # raises if it is invalid
+    for record_name, name, kind in CHECKED_ENTRIES:
+        record = checked[record_name]
+        if record is not None:
+            require(isinstance(record.get(name), kind), f"invalid {name}")
     return checked
 
 

@@ -285,8 +285,11 @@ class Best(SavedAttributes):
 
     def restore(self, model: Module) -> None:
         """Load the kept weights into a model, whose other weights stay as they are."""
-        if not self.weights:
+        state = model.state_dict()
+        fits = all(state[name].shape == weight.shape for name, weight in self.weights.items())
+        if not self.weights or not fits:
             raise UserError(
-                "ERROR: the saved state has no best weights: delete it and start from scratch"
+                "ERROR: the saved state has no best weights of this model: "
+                "delete it and start from scratch"
             )
         model.load_state_dict(self.weights, strict=False)

@@ -61,6 +61,7 @@ class Run:
     def start(self, overwrite: bool) -> None:
         """Raise UserError if a new run would replace an earlier one, unless `overwrite`."""
         for path in (self.output, self.state_path):
+            require(not path.is_dir(), f"{path} is a folder: choose another output")
             require(
                 overwrite or not path.exists(),
                 f"{path} exists: pass --init_from resume to continue its run, --overwrite True to "
@@ -147,15 +148,15 @@ class Run:
 
     def _open_records(self) -> RunLog:
         """Open the records. Those of a resumed run are kept up to the step of its state."""
+        settings = asdict(self.settings)
+        tracker = None
+        if settings["tracker"] != "none" and self.ranks.rank == 0:
+            tracker = start_tracker(settings, self.output)  # before any file changes: it may fail
         last_kept = -1
         if self.is_resumed:
             last_kept = self.step
         elif self.ranks.rank == 0:
             self.state_path.unlink(missing_ok=True)
-        settings = asdict(self.settings)
-        tracker = None
-        if settings["tracker"] != "none" and self.ranks.rank == 0:
-            tracker = start_tracker(settings, self.output)
         return RunLog(self.log_path, last_kept, tracker)
 
     def save(self, step: int) -> None:

@@ -36,7 +36,7 @@ class TrainSettings(Settings):
     init_from: str = setting("scratch", changeable=True)
     """scratch; resume: the run in out_dir; a checkpoint, ours or nanoGPT's; or gpt2 to gpt2-xl"""
     overwrite: bool = False
-    """replace the model of another run in out_dir"""
+    """replace a model that exists in out_dir"""
     eval_interval: int = setting(250, minimum=1)
     """steps between evaluations"""
     eval_only: bool = setting(False, changeable=True)
