@@ -27,7 +27,7 @@ setup-dev: setup ## install requirements-dev.txt too: what tests, linter and typ
 		$(PYTHON) -m pip install --disable-pip-version-check -r requirements-dev.txt; \
 		cp requirements-dev.txt $(DEV_STAMP); }
 
-run: setup ## train a generator of one play of Shakespeare, improve it by GRPO, then its controls (8 minutes)
+run: setup ## train a generator of one play of Shakespeare, improve it by GRPO, then its controls (6 minutes)
 	$(PYTHON) run_cycles.py --config $(CONFIG) $(ARGS)
 
 test: setup-dev ## run the tests, in as many processes as there are cores
@@ -43,7 +43,7 @@ campaign: setup-dev ## the same with EXAMPLES examples of each kind (5,000: some
 tree: setup-dev ## print sizes and options beside their budgets
 	$(PYTHON) tests/test_architecture.py
 
-mutants: setup-dev ## plant each fault of tests/mutants.toml, one at a time, and run the tests of its file (an hour)
+mutants: setup-dev ## plant each fault of tests/mutants.toml, one at a time, and run the tests of its file (ten minutes)
 	$(PYTHON) tests/mutants.py $(ARGS)
 
 test-interop: setup-dev ## run the tests that need requirements-bench.txt (installs it)

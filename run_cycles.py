@@ -388,6 +388,7 @@ def make(stage: Stage, ledger: Ledger, device: str) -> bool:
     else:
         with atomic_path(stage.artefact) as partial:
             shutil.copyfile(stage.source, partial)
+        stage.artefact.with_suffix(".sampling.json").unlink(missing_ok=True)  # of earlier weights
     seconds = time.monotonic() - began
     ledger.record({**new_record, "seconds": round(seconds, 1), "figures": stage.figures()})
     print0(f"{name}: {seconds:.0f} s")

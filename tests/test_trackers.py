@@ -53,9 +53,13 @@ def test_every_number_is_sent_to_tensorboard(monkeypatch, corpus, tmp_path):
 
 
 def test_a_tracker_that_cannot_be_is_one_line(wandb, monkeypatch, corpus, tmp_path):
+    """The state of an earlier run is still there."""
     options = {"dataset": corpus, "out_dir": tmp_path, "tracker": "wandb", **TINY_TRAIN}
+    options["overwrite"] = True
+    (tmp_path / "model_checkpoint.resume").touch()
     wandb.init.side_effect = RuntimeError("nobody is logged in")
     assert refuse_in_one_line("train", **options) == "ERROR: --tracker wandb: nobody is logged in"
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert "ERROR: --tracker wandb: import of wandb" in refuse_in_one_line("train", **options)
     assert not list(tmp_path.glob("*.pt"))
+    assert (tmp_path / "model_checkpoint.resume").exists()

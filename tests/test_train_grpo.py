@@ -123,7 +123,7 @@ def test_what_the_record_of_a_reward_model_says_is_checked(capsys):
         train_grpo.check_skill({"skill": skill, **data}, refusing)
         assert "WARNING: reward_model.pt was made from reward data" in capsys.readouterr().err
     unshown = [{"skill": {**skill, "r2_low": low}} for low in (0.0, -0.1, None)]
-    for record in (*unshown, {}):
+    for record in (*unshown, {}, {"skill": {"r2_low": 0.1}}):  # the last is incomplete
         with pytest.raises(UserError, match=r"reward_model\.pt .*--allow_unpredictive_reward True"):
             train_grpo.check_skill(record, refusing)
         train_grpo.check_skill(record, allowing)

@@ -90,6 +90,9 @@ def test_a_second_command_replaces_nothing_without_overwrite(tmp_path):
     assert path.with_suffix(".resume").exists()
     run.log(0)
     assert not path.with_suffix(".resume").exists()
+    (tmp_path / "folder.pt").mkdir()
+    with pytest.raises(UserError, match=r"folder\.pt is a folder: "):
+        begin(tmp_path / "folder.pt", overwrite=True)
 
 
 def test_only_the_run_that_wrote_a_state_reads_it(tmp_path):
