@@ -19,8 +19,7 @@ from torch.nn import functional as F
 from common.device import full_precision, total_memory
 from common.process import UserError
 from generation.completions import generate
-from generation.context import Context
-from generation.kv_cache import KVCache
+from generation.kv_cache import Context, KVCache
 from generation.sampling import Sampling
 
 REWARD_HEADS = ("last", "likelihood")

@@ -1,10 +1,11 @@
-"""Keys and values of earlier tokens, kept between the forward passes of generation.
+"""What attention reads: a full sequence, or keys and values kept between the passes of generation.
 
-    python -c "import generation.kv_cache as k, model as m; print(k.KVCache(m.GPT(m.GPTConfig()), 1,
-    9).memory)"
+    python -c "import torch, generation.kv_cache as k; print(k.Context(torch.ones(1, 4)).length)"
 
-Shapes: R rows, of which the first A are active; H heads of D channels; L layers; T new positions;
-S stored positions; N positions of a full row.
+A GPT computes embeddings, norms and linear layers for the tokens that it is given. Attention works
+on rows. A context says how the two correspond, and what each row attends to.
+Shapes: B rows of T tokens in a full sequence. In a cache: R rows, of which the first A are active;
+H heads of D channels; L layers; T new positions; S stored positions; N positions of a full row.
 """
 
 from typing import Any
@@ -12,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from generation.context import Context
 
 
 def cache_dtype(model: nn.Module) -> torch.dtype:
@@ -23,6 +22,33 @@ def cache_dtype(model: nn.Module) -> torch.dtype:
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return parameter.dtype
+
+
+class Context:
+    """Attention context for full sequences: each token attends to itself and to earlier tokens.
+
+    token_positions: positions (T,) int64 of the tokens, for learned position embeddings.
+    row_positions: positions of a row's T columns, for rotary embeddings.
+    length: number of positions in a row after this pass.
+    """
+
+    token_positions: Tensor
+    row_positions: Tensor | slice
+    length: int
+
+    def __init__(self, ids: Tensor) -> None:
+        self.length = ids.size(1)
+        self.token_positions = torch.arange(self.length, device=ids.device)
+        self.row_positions = slice(self.length)
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout: float = 0.0
+    ) -> Tensor:
+        """Return causal attention (B, H, T, D) of queries, keys and values (B, H, T, D) each."""
+        is_causal = queries.size(2) > 1
+        return F.scaled_dot_product_attention(
+            queries, keys, values, dropout_p=dropout, is_causal=is_causal
+        )
 
 
 class KVCache(Context):
