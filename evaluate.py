@@ -68,12 +68,12 @@ def calculate_perplexity(
     return perplexity(language_model_loss(model, batches))
 
 
-def main() -> None:
-    settings = parse_settings(EvaluateSettings, "evaluate")
+def run(settings: EvaluateSettings) -> dict[str, Any]:
+    """Measure the checkpoints; return their figures by path. With a text: find generated text."""
     device = select_device(settings.device)
     if settings.text is not None:
         find_generated_text(settings.text, settings, device)
-        return
+        return {}
     corpus = open_corpus(settings.dataset, 2)
     split = corpus.folder / f"{settings.split}.bin"
     tokens = open_token_file(split, settings.split, corpus.tokenizer.vocab_size, 2)
@@ -124,6 +124,7 @@ def main() -> None:
         results[path] = figures
     if settings.output_path is not None:
         write_json(settings.output_path, results)
+    return results
 
 
 def find_generated_text(text_path: str, settings: EvaluateSettings, device: torch.device) -> None:
@@ -360,6 +361,10 @@ def describe(path: str, figures: dict[str, Any], settings: EvaluateSettings) -> 
         print0(f"  calibrated (temperature {figures['temperature']:.3f}): {loss}")
         if settings.baseline is not None:
             print0(f"  its difference: {format_figure(figures, 'calibrated_difference', '+.4f')}")
+
+
+def main() -> None:
+    run(parse_settings(EvaluateSettings, "evaluate"))
 
 
 if __name__ == "__main__":

@@ -210,9 +210,9 @@ def check_output(output: Path, overwrite: bool) -> None:
     )
 
 
-def main() -> None:
-    # settings, model and data
-    config = parse_settings(RewardDataConfig, "prepare_reward_data")
+def run(config: RewardDataConfig) -> dict[str, Any]:
+    """Make the dataset; it has no figures: return an empty dict."""
+    # model and data
     print0("Configuration validation passed")
     device = select_device(config.device)
     model_path = str(config.model_path)
@@ -285,6 +285,11 @@ def main() -> None:
         f"Output directory: {config.output_dir}\n"
         f"Tokenization: {info.describe()}"
     )
+    return {}
+
+
+def main() -> None:
+    run(parse_settings(RewardDataConfig, "prepare_reward_data"))
 
 
 if __name__ == "__main__":

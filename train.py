@@ -45,15 +45,13 @@ MIN_DELTA = 0.001  # nats per character: a smaller improvement does not reset th
 EVAL_TOKENS = 65_536  # tokens of an evaluation, in evenly spaced windows that are always the same
 
 
-def main() -> None:
-    # settings
-    settings = parse_settings(TrainSettings, "train")
+def run(settings: TrainSettings) -> dict[str, Any]:
+    """Train a model and save the best; return its figures, with `eval_only` its losses alone."""
     ranks = start_ranks(select_device(settings.device))
     dtype = select_dtype(settings.dtype, ranks.device)
     ranks.check_divides("batch_size", settings.batch_size)
     if settings.eval_only:
-        evaluate_checkpoint(settings, ranks, dtype)
-        return
+        return evaluate_checkpoint(settings, ranks, dtype)
     if settings.compile:
         check_compiler(ranks.device)
 
@@ -91,8 +89,10 @@ def main() -> None:
     val_loss = measure(best_model, corpus, settings, ranks, dtype, "val_loss")
     run.log(run.step, final=True, kept_step=best.at, **val_loss)
     characters = {"characters_per_token": corpus.characters_per_token}
-    save_model(run, best_model, corpus, {**best.figures, **val_loss, **characters})
+    record = {**best.figures, **val_loss, **characters}
+    save_model(run, best_model, corpus, record)
     print0(f"Saved {run.output}")
+    return {name: record[name] for name in record if name not in ("settings", "batches")}
 
 
 def train(
@@ -301,15 +301,25 @@ def measure(
     return result
 
 
-def evaluate_checkpoint(settings: TrainSettings, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Print the losses of the checkpoint in out_dir, or of the one to start from."""
+def evaluate_checkpoint(
+    settings: TrainSettings, ranks: Ranks, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Print and return the losses of the checkpoint in out_dir, or of the one to start from."""
     path = settings.start_path or output_path(settings)
     checkpoint = ckpt.load_checkpoint(path)
     model = ckpt.build_model(checkpoint, path, ranks.device)
     corpus = open_corpus(settings.dataset, model.config.block_size + 1)
     check_tokenizer(checkpoint, corpus.tokenizer)
+    figures = {}
     for name in ("val_loss", "select_loss"):
-        print0(format_metrics(measure(model, corpus, settings, ranks, dtype, name)))
+        losses = measure(model, corpus, settings, ranks, dtype, name)
+        print0(format_metrics(losses))
+        figures.update(losses)
+    return figures
+
+
+def main() -> None:
+    run(parse_settings(TrainSettings, "train"))
 
 
 if __name__ == "__main__":

@@ -41,11 +41,10 @@ WEIGHT_DECAY = 0.01  # of AdamW, for matrices
 GRAD_CLIP = 1.0  # largest gradient norm
 
 
-def main() -> None:
-    # settings
-    settings = parse_settings(RewardModelSettings, "train_reward_model")
+def run(settings: RewardModelSettings) -> dict[str, Any]:
+    """Train the reward model and save it; return its figures, with its `skill`."""
     base_path = settings.base_model_path
-    assert base_path is not None  # parse_settings has checked it
+    assert base_path is not None  # the settings are checked
     output = Path(settings.output_path)
     require(
         settings.overwrite or not output.exists(),
@@ -96,14 +95,14 @@ def main() -> None:
     log.log(figures["epoch"], quiet=True, final=True, **skill)
 
     record = {
-        "settings": asdict(settings),
         "generator_sha256": base_sha256,
         **figures,
         "temperature": temperature,
         "top_k": train_set.metadata.get("top_k"),
         "skill": skill,
     }
-    checkpoint.save_checkpoint(output, model, base["tokenization"], base["data"], record)
+    training = {"settings": asdict(settings), **record}
+    checkpoint.save_checkpoint(output, model, base["tokenization"], base["data"], training)
     print0(f"\nSkill on the report part:\n{describe_skill(skill)}")
     if not better_than_constant(skill["r2_low"]):
         print0(
@@ -111,6 +110,7 @@ def main() -> None:
             "Try --head likelihood, a better natural model, or more data."
         )
     print0(f"Saved {output}")
+    return record
 
 
 def train_head(
@@ -204,6 +204,10 @@ def make_model(settings: RewardModelSettings, natural: GPT, generator: GPT) -> R
     model = LastRewardModel(config)
     model.load_state_dict(natural.state_dict(), strict=False)  # all but the head
     return model
+
+
+def main() -> None:
+    run(parse_settings(RewardModelSettings, "train_reward_model"))
 
 
 if __name__ == "__main__":
