@@ -9,8 +9,9 @@ begins to write in a text, printed and as a page.
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from common.device import select_device
 from common.files import write_json
 from common.log import counted, print0
 from common.process import UserError, require, run_main, warn
-from common.settings import parse_settings
+from common.settings import Errors, Settings, parse_settings, setting
 from corpus.corpus import Corpus, open_corpus
 from data_loader import WholeSplitBatches, open_token_file, read_text, validation_part
 from generation.completions import Completer
@@ -29,14 +30,13 @@ from losses import language_model_loss, perplexity, text_log_probs
 from metrics.bootstrap import block_means, bootstrap_blocks, format_figure
 from metrics.calibration import fit_temperature, losses_at
 from metrics.reward_skill import better_than_constant
-from metrics.settings import EvaluateSettings
 from metrics.text_quality import Continuations, TextQuality
 from model import GPT
 from reports.passages import pieces
 from reports.text_page import open_page, present_text
 from reward.heads import build_reward_model, load_reward_model
 from reward.scorer import RewardScorer
-from reward.user_function import load_functions
+from reward.user_function import check_functions, load_functions
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 from training.lineage import check_tokenizer
@@ -53,6 +53,69 @@ QUALITY_TITLES = {
     "judge_loss": "judge's loss in nats per character",
     "unknown_words": "share of unknown words",
 }
+READING_OPTIONS = ("text", "reward_model_path", "output_path", "device")
+
+
+@dataclass
+class EvaluateSettings(Settings):
+    """Measure the loss of checkpoints, and the quality of their text at natural diversity."""
+
+    checkpoints: tuple[str, ...] = setting((), model_file="optional")
+    """generators' checkpoints (required, except with text)"""
+    dataset: str = "shakespeare_char"
+    """folder of train.bin and val.bin: a path, or a name below data/"""
+    split: Literal["val", "train", "test"] = "val"
+    """which split; test: test.bin, text held out from training and selection"""
+    part: Literal["whole", "select", "report"] = "whole"
+    """part of the validation split: select (the first 40 %), report (the last 50 %), or whole"""
+    baseline: str | None = setting(None, model_file="optional")
+    """a generator with which the others are compared: paired difference of losses"""
+    calibrate: bool = False
+    """also the loss at a temperature that is fitted on the select part"""
+    samples: int | None = setting(None, minimum=2)
+    """also measure so many samples, at the temperature where they are as diverse as natural text"""
+    reward_model_path: str | None = setting(None, model_file="optional")
+    """also P(natural) of fresh text, and its KL to the baseline, of that model's training"""
+    reward_function: tuple[str, ...] | None = None
+    """also the rewards of that fresh text by FILE.py:NAME ...; the files are executed"""
+    function_weight: tuple[float, ...] | None = None
+    """weight of each reward function in their sum; None: 1 each"""
+    text: str | None = None
+    """a UTF-8 text file: only find where the reward model's generator begins to write in it"""
+    word_dataset: str | None = None
+    """with samples: the corpus of natural texts that judge them; None: the dataset"""
+    output_path: str | None = None
+    """also write the figures here, as JSON; with text: the page (None: TEXT.html, here)"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps"""
+
+    def check_settings(self, errors: Errors) -> None:
+        """Note a part of a split that has none, and options that need others."""
+        if self.text is not None:
+            self.check_reading(errors)
+            return
+        remedy = "Pass the checkpoint with --checkpoints"
+        errors.check(bool(self.checkpoints), "checkpoints is required", remedy)
+        is_val = self.split == "val" or self.part == "whole"
+        errors.check(is_val, f"part is ignored when split is {self.split!r}", "Remove --part")
+        is_unseen = self.split == "test" or (self.split, self.part) == ("val", "report")
+        what = "calibrate fits on the select part, which the text measured must not contain"
+        errors.check(is_unseen or not self.calibrate, what, "Add --part report or --split test")
+        for name in ("reward_model_path", "reward_function"):
+            what = f"{name} needs a baseline, the generator that GRPO started from"
+            is_used = not getattr(self, name) or self.baseline is not None
+            errors.check(is_used, what, "Pass it with --baseline")
+        check_functions(self.reward_function, self.function_weight, errors)
+        is_used = self.samples is not None or self.word_dataset is None
+        errors.check(is_used, "word_dataset needs samples", "Pass --samples, or leave it out")
+
+    def check_reading(self, errors: Errors) -> None:
+        """Check that a text comes with a reward model, and without options that have no effect."""
+        is_read = self.reward_model_path is not None
+        errors.check(is_read, "text needs a reward model: pass it with --reward_model_path")
+        for member in fields(self):
+            is_used = member.name in READING_OPTIONS or getattr(self, member.name) == member.default
+            errors.check(is_used, f"{member.name} has no effect with text: leave it out")
 
 
 def calculate_perplexity(

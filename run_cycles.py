@@ -37,18 +37,18 @@ from common.settings import (
 from corpus.encode import find_texts, prepare_corpus, titles_of
 from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
 from data_loader import dataset_folder
+from evaluate import EvaluateSettings
 from grpo.settings import GRPOSettings
 from metrics.reward_skill import better_than_constant
-from metrics.settings import EvaluateSettings
 from reports.ledger import Ledger, default_folder
 from reports.page import write_page
 from reports.summary import cycles_since_best, expectation, headline
-from reward.settings import RewardModelSettings
 from reward.user_function import RewardFunction
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager
+from train import FurtherTrainSettings, TrainSettings
+from train_reward_model import RewardModelSettings
 from training.checkpoint import load_checkpoint
-from training.settings import FurtherTrainSettings, TrainSettings
 from training.stage import OUTPUTS, Stage
 
 NUM_SAMPLES = 300  # of each model, for the quality of its text, unless the section evaluate sets it

@@ -33,9 +33,8 @@ from common.log import print0
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.corpus import open_corpus
-from evaluate import load_model, load_text_quality, measure_losses
+from evaluate import EvaluateSettings, load_model, load_text_quality, measure_losses
 from generation.completions import Completer
-from metrics.settings import EvaluateSettings
 from training.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ from typing import Literal
 
 from common.process import require
 from common.settings import Errors, Settings, setting
-from metrics.settings import check_functions
+from reward.user_function import check_functions
 
 DEFAULT_BETA = 0.04  # weight of the KL penalty if the reward contains no KL
 

@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 
 from common.process import UserError
+from common.settings import Errors
+
+RESERVED_ENDINGS = ("_low", "_high")  # of the ends of intervals: fresh_reward_NAME_low
 
 
 class RewardFunction:
@@ -88,6 +91,27 @@ class RewardFunction:
 
     def _fail(self, finding: str) -> NoReturn:
         raise UserError(f"ERROR: reward_function={self.name}: {finding}") from None
+
+
+def check_functions(
+    functions: Sequence[str] | None, weights: Sequence[float] | None, errors: Errors
+) -> None:
+    """Note reward functions whose records would share a name, and weights that do not fit."""
+    names = [function.rpartition(":")[2] for function in functions or ()]
+    free = {name for name in names if not f"_{name}".endswith(RESERVED_ENDINGS)}
+    errors.check(
+        len(free) == len(names),
+        f"reward_function: {' '.join(names)}: names must differ, because figures are named after "
+        "them, and must not end in _low or _high",
+        "Give the function another name, as in short = score",
+    )
+    if weights is None:
+        return
+    errors.check(
+        len(weights) == len(names),
+        f"function_weight={weights}: {len(names)} numbers are needed, one for each reward function",
+        "Pass as many weights as reward functions, or none",
+    )
 
 
 def load_functions(

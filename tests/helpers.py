@@ -72,12 +72,9 @@ evaluate = dict(samples=20)
 SETTINGS_OF = {
     "data/shakespeare/prepare": "corpus/encode",
     "data/shakespeare_char/prepare": "corpus/encode",
-    "evaluate": "metrics/settings",
     "interop/crossover_reward": "interop/read_text",
     "prepare_reward_data": "reward_data_config",
     "train_grpo": "grpo/settings",
-    "train": "training/settings",
-    "train_reward_model": "reward/settings",
 }
 
 # Tests of tiny models are fastest with one thread, in this process and in those that it starts.

@@ -62,7 +62,8 @@ MODEL = "common data_loader generation losses model tokenization_manager trainin
 LOADS = {
     "run_cycles": (
         MODEL
-        + "corpus grpo.settings metrics reports reward reward_data_config reward_dataset_loader"
+        + "corpus evaluate grpo metrics reports reward reward_data_config reward_dataset_loader "
+        + "train train_reward_model"
     ),
     "train": MODEL + "corpus.corpus metrics.bootstrap",
     "prepare_reward_data": MODEL + "reward_data_config reward_dataset_loader",

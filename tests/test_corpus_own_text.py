@@ -15,7 +15,7 @@ from corpus.own_text import choose_tokenization, make_corpora, sizes_for
 from grpo.settings import GRPOSettings
 from run_cycles import SECTIONS, CycleSettings
 from tokenization_manager import TokenizationManager
-from training.settings import FurtherTrainSettings, TrainSettings
+from train import FurtherTrainSettings, TrainSettings
 
 
 @pytest.fixture

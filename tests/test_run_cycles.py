@@ -33,8 +33,8 @@ import run_cycles
 from common.files import read_json
 from common.log import read_records
 from common.settings import parse_sections, read_config
+from evaluate import EvaluateSettings
 from grpo.settings import GRPOSettings
-from metrics.settings import EvaluateSettings
 from reports.ledger import Ledger
 from run_cycles import SECTIONS, CycleSettings, Loop
 from training.stage import Stage
