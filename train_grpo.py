@@ -67,7 +67,11 @@ FLAT_NOTE = (
 
 
 def main() -> None:
-    settings = parse_settings(GRPOSettings, "train_grpo")
+    run(parse_settings(GRPOSettings, "train_grpo"))
+
+
+def run(settings: GRPOSettings) -> dict[str, Any]:
+    """Train a policy; return the record of its training: steps, stop_reason, kept_step, losses."""
     device = select_device(settings.device)
 
     # The policy pi learns. The scorer holds frozen models: the reward model, if there is one, and
@@ -86,7 +90,7 @@ def main() -> None:
 
     # Prompts come from the training split. A part of the validation split selects; evaluate.py
     # reports on another.
-    run = start_run(settings)
+    training = start_run(settings)
     select = validation_part(corpus.val, policy.config.block_size, "select")
     evaluate = PolicyEvaluation(scorer, corpus, settings.seed, "select", select)
 
@@ -96,18 +100,18 @@ def main() -> None:
     update = Updater(policy, scorer.reward_model, settings, device, stops.cap("kl_step"))
     schedule = Schedule(settings.lr_schedule, settings.max_steps, int(WARMUP * settings.max_steps))
     best = Best()
-    run.track(policy=policy, optimizers=update.optimizers, schedule=schedule)
-    run.track(stops=stops, best=best)
+    training.track(policy=policy, optimizers=update.optimizers, schedule=schedule)
+    training.track(stops=stops, best=best)
     schedule.check_num_steps("max_steps", settings.max_steps)
-    if not run.is_resumed:
+    if not training.is_resumed:
         figures = evaluate(completer)
         stops.start(figures)
         best.update(selection_value(figures, 0), 0, policy.state_dict().items(), figures)
-        run.log(0, **figures)
-        run.save(0)
+        training.log(0, **figures)
+        training.save(0)
     warned_of_flat_groups = False
 
-    for step in run.steps(settings.max_steps, stops.reason):
+    for step in training.steps(settings.max_steps, stops.reason):
         # Sample: draw P prompts, (P, N) natural text with one prompt length each, and complete each
         # of them G times: (P, G, N) ids become rows, ids (R, N) int64. Sampling notes log pi_old
         # (R, N - 1) float32; mask (R, N - 1) bool says which tokens follow a prompt. Only these are
@@ -171,13 +175,13 @@ def main() -> None:
                 value = selection_value(evaluation, num_steps)
                 best.update(value, num_steps, policy.state_dict().items(), evaluation)
 
-        run.log(num_steps, quiet=not is_evaluated, **figures)
+        training.log(num_steps, quiet=not is_evaluated, **figures)
         shown = {name: f"{figures[name]:.3f}" for name in FIGURES_SHOWN if name in figures}
-        run.bar.set_postfix(shown, refresh=False)
+        training.bar.set_postfix(shown, refresh=False)
         if is_evaluated:
-            run.save(num_steps)
+            training.save(num_steps)
 
-    report_outcome(run, best, stops, scorer, base, settings, device)
+    return write_policy(training, best, stops, scorer, base, settings, device)
 
 
 def load_scorer(
@@ -283,32 +287,32 @@ def start_run(settings: GRPOSettings) -> Run:
     return run
 
 
-def report_outcome(
-    run: Run,
+def write_policy(
+    training: Run,
     best: Best,
     stops: Stops,
     scorer: RewardScorer,
     base: dict[str, Any],
     settings: GRPOSettings,
     device: torch.device,
-) -> None:
-    """Write the kept policy; print how to measure it."""
+) -> dict[str, Any]:
+    """Write the kept policy; print how to measure it. Return the record of its training."""
     kept = build_model(base, str(settings.base_model_path), device)
     best.restore(kept)
-    training = {
-        "steps": run.step,
-        "stop_reason": run.reason,
+    figures = {
+        "steps": training.step,
+        "stop_reason": training.reason,
         "kept_step": best.at,
-        "settings": asdict(settings),
         "select_loss": best.figures["select_loss"],
         "start_select_loss": stops.start_loss,
     }
-    save_checkpoint(run.output, kept, base["tokenization"], base["data"], training)
+    record = {**figures, "settings": asdict(settings)}
+    save_checkpoint(training.output, kept, base["tokenization"], base["data"], record)
     name = "the starting policy: no later one within the caps was preferred to it"
     if best.at > 0:
         name = f"the policy of step {best.at}"
-    print0(f"\nStopped after {run.step} steps by {run.reason}; kept {name}")
-    records = read_records(run.log_path)
+    print0(f"\nStopped after {training.step} steps by {training.reason}; kept {name}")
+    records = read_records(training.log_path)
     for function in scorer.functions:
         name = f"group_std_{function.short_name}"
         spreads = [record[name] for record in records if name in record]
@@ -317,8 +321,9 @@ def report_outcome(
                 f"{function.short_name} gave all completions of a prompt the same reward in every "
                 "step, so it changed nothing: let it return different numbers"
             )
-    print0(f"Saved {run.output}")
+    print0(f"Saved {training.output}")
     print0(f"Measure it on text that selected nothing:\n  {evaluation_command(settings)}")
+    return figures
 
 
 def evaluation_command(settings: GRPOSettings) -> str:
