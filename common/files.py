@@ -97,14 +97,14 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 def reading(
     path: str | os.PathLike, way_out: str = "use another file", kind: type[UserError] = UserError
 ) -> Iterator[None]:
-    """Turn an error of reading a file into one line: PATH is damaged (cause): way out."""
+    """Turn an error of reading a file into one line: PATH cannot be read (cause): way out."""
     try:
         yield
     except (KeyboardInterrupt, MemoryError):
         raise
     except BaseException as error:  # damaged bytes can raise anything, and Rust code panic
         cause = " ".join(str(error).removeprefix("ERROR: ").split()) or type(error).__name__
-        raise kind(f"ERROR: {path} is damaged ({cause:.120}): {way_out}") from None
+        raise kind(f"ERROR: {path} cannot be read ({cause:.120}): {way_out}") from None
 
 
 def read_json(path: str | os.PathLike) -> Any:

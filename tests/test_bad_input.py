@@ -104,7 +104,7 @@ def test_bad_checkpoints(script, good, tmp_path, hostile, generator, reward_mode
     options = {**good[script], name: hostile}
     assert "nothing was executed" in refuse_in_one_line(script, **options)
     hostile.write_bytes(generator.read_bytes()[:-200])
-    assert f"{hostile} is damaged" in refuse_in_one_line(script, **options)
+    assert f"{hostile} cannot be read" in refuse_in_one_line(script, **options)
     contents = torch.load(generator, weights_only=True)
     contents["model"]["transformer.ln_f.weight"][3] = float("nan")
     torch.save(contents, hostile)

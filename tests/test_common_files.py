@@ -58,7 +58,7 @@ def test_json_comes_back(tmp_path):
     assert files.read_json(path) == value
     for text in ("{", "[" * 100_000):
         path.write_text(text)
-        with pytest.raises(UserError, match=r"ERROR: .*x.json is damaged \(.{9,120}\): "):
+        with pytest.raises(UserError, match=r"ERROR: .*x.json cannot be read \(.{9,120}\): "):
             files.read_json(path)
 
 
@@ -105,12 +105,12 @@ def test_a_damaged_state_is_one_line(tmp_path):
     path = tmp_path / "x.pt"
     files.save_state(path, {"w": torch.arange(1000.0)})
     whole = path.read_bytes()
-    assert "x.pt is damaged" in refused(path, b"")
-    assert "x.pt is damaged" in refused(path, b"text")
-    assert "x.pt is damaged" in refused(path, whole[: len(whole) // 2])
-    assert "x.pt is damaged" in refused(path, whole[:100] + b"\0" * 500 + whole[600:])
+    assert "x.pt cannot be read" in refused(path, b"")
+    assert "x.pt cannot be read" in refused(path, b"text")
+    assert "x.pt cannot be read" in refused(path, whole[: len(whole) // 2])
+    assert "x.pt cannot be read" in refused(path, whole[:100] + b"\0" * 500 + whole[600:])
     torch.save([1], path)
-    assert "x.pt is damaged (a list, not a dict): " in refused(path, path.read_bytes())
+    assert "x.pt cannot be read (a list, not a dict): " in refused(path, path.read_bytes())
 
 
 def test_one_process_writes_an_output(tmp_path, capsys):

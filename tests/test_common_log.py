@@ -88,7 +88,7 @@ def test_damage_elsewhere_is_reported(tmp_path, line):
     path = tmp_path / "log.jsonl"
     assert read_records(path) == []
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
-    with pytest.raises(UserError, match=r"log\.jsonl is damaged"):
+    with pytest.raises(UserError, match=r"log\.jsonl cannot be read"):
         read_records(path)
 
 

@@ -371,7 +371,7 @@ DAMAGED = """
 @pytest.mark.parametrize("contents", DAMAGED.strip().splitlines())
 def test_a_damaged_ledger_is_refused(tmp_path, contents):
     (tmp_path / "cycles.json").write_text(contents)
-    error = r"cycles.json is damaged \(.*\): use another --out_dir"
+    error = r"cycles.json cannot be read \(.*\): use another --out_dir"
     with pytest.raises(UserError, match=error):
         Ledger(tmp_path)
 

@@ -52,8 +52,8 @@ def test_the_temperature_is_that_of_the_checkpoint_or_the_default(tmp_path, gene
     saved = path.with_suffix(".sampling.json")
     cases = {
         '{"temperature": 1.25}': "temperature 1.25: as diverse as",
-        '{"temperature": -1}': "ERROR: .* is damaged",
-        "[]": "ERROR: .* is damaged",
+        '{"temperature": -1}': "ERROR: .* cannot be read",
+        "[]": "ERROR: .* cannot be read",
     }
     assert call("sample", **options).err.startswith("temperature 0.80: the default; ")
     for content, said in cases.items():

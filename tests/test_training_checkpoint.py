@@ -211,12 +211,12 @@ WRONG = [
     (contents(data={}), "invalid train_sha256"),
     (contents(training={"generator_sha256": True}), "invalid generator_sha256"),
     (contents(training={"skill": 3}), "invalid skill"),
-    (contents(training=[1]), "is damaged ('list' object has no attribute 'get')"),
-    (contents(tokenization=[5]), "is damaged ("),
+    (contents(training=[1]), "cannot be read ('list' object has no attribute 'get')"),
+    (contents(tokenization=[5]), "cannot be read ("),
     (contents(model=state("lm_head.weight", [1.0])), "lm_head.weight is not a tensor of floats"),
     (contents(model=state(BIAS, torch.full((8,), torch.nan))), "ln_f.bias holds NaN or inf"),
     (contents(model=state(BIAS, torch.zeros(8).long())), PLAIN),
-    (contents(model=state(BIAS, torch.zeros(8, device="meta"))), "is damaged"),
+    (contents(model=state(BIAS, torch.zeros(8, device="meta"))), "cannot be read"),
 ]
 
 

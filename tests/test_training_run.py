@@ -111,7 +111,7 @@ def test_only_the_run_that_wrote_a_state_reads_it(tmp_path):
             begin(path, resume=True, **options)
     state = load_state(path.with_suffix(".resume"))
     save_state(path.with_suffix(".resume"), {**state, "step": "six"})
-    with pytest.raises(UserError, match=r"is damaged \(invalid literal"):
+    with pytest.raises(UserError, match=r"cannot be read \(invalid literal"):
         begin(path, resume=True)
 
 
