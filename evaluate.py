@@ -39,7 +39,6 @@ from reward.scorer import RewardScorer
 from reward.user_function import check_functions, load_functions
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
-from training.lineage import check_tokenizer
 
 SEED = 42  # of intervals and samples
 MAX_CHARACTERS = 1 << 24  # of the natural texts that judge samples
@@ -219,7 +218,7 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
 def load_model(path: str, settings: EvaluateSettings, corpus: Corpus, device: torch.device) -> GPT:
     """Load a generator that reads the corpus's tokens."""
     checkpoint = ckpt.load_checkpoint(path)
-    check_tokenizer(checkpoint, corpus.tokenizer)
+    ckpt.check_tokenizer(checkpoint, corpus.tokenizer)
     model: GPT = ckpt.build_model(checkpoint, path, device)
     return model
 

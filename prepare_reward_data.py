@@ -27,8 +27,8 @@ from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import FORMAT_VERSION, write_metadata
 from tokenization_manager import TokenizationInfo, TokenizationManager
-from training.checkpoint import build_model, load_checkpoint
-from training.lineage import check_same_splits, check_tokenizer, hash_model
+from training.checkpoint import build_model, check_tokenizer, load_checkpoint
+from training.lineage import check_splits, hash_model
 
 BLOCKS = 64  # blocks of a batch, each with all its samples
 SAMPLING = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")
@@ -239,7 +239,7 @@ def run(config: RewardDataConfig) -> dict[str, Any]:
         f"  Val tokens: {len(splits.val):,}"
     )
     data = data_record(splits.train, splits.val)
-    check_same_splits(checkpoint["data"], data, config.allow_split_mismatch)
+    check_splits(checkpoint["data"], data, is_allowed=config.allow_split_mismatch)
 
     output = Path(config.output_dir).resolve()
     check_output(output, config.overwrite)

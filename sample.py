@@ -23,8 +23,7 @@ from data_loader import read_text
 from generation.completions import generate
 from generation.sampling import Sampling
 from tokenization_manager import TokenizationManager
-from training.checkpoint import build_model, load_checkpoint
-from training.lineage import choose_tokenizer
+from training.checkpoint import build_model, choose_tokenizer, load_checkpoint
 
 DEFAULT_TEMPERATURE = 0.8
 SEPARATOR = "\n---------------\n"
@@ -92,10 +91,7 @@ def main() -> None:
     assert path is not None  # parse_settings checks it
     device = select_device(settings.device)
     checkpoint = load_checkpoint(path)
-    method = "auto"
-    if checkpoint["tokenization"] is None and settings.meta_path is None:
-        method = "bpe"
-    tokenizer = choose_tokenizer(checkpoint, path, method, settings.meta_path)
+    tokenizer = choose_tokenizer(checkpoint, settings.meta_path)
     model = build_model(checkpoint, path, device)
     start = encode_start(tokenizer, settings.start).astype("int64")
     idx = torch.from_numpy(start).repeat(settings.num_samples, 1)  # (B, T)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from common.files import atomic_path, reading
+from common.files import atomic_path, hash_bytes, reading
 from common.process import UserError, first_line, require
 
 MAX_VOCAB_SIZE = 65536  # tokens are uint16
@@ -277,11 +277,13 @@ class TokenizationManager:
             library.decoder = tokenizers.decoders.Fuse()
         return library.to_str()
 
-    def same_vocabulary(self, record: Mapping[str, Any]) -> bool:
-        """Return whether a record of equal method and vocab_size gives each id the same meaning."""
-        if self.tokenizer_json is None:
-            return self.chars == record["chars"]
-        return self._library.to_str() == self.from_record(record)._library.to_str()
+    def identity(self) -> str:
+        """Return a phrase that differs between tokenizers which give the same text other ids."""
+        vocabulary = self.chars or ""
+        if self.tokenizer_json is not None:
+            vocabulary = self._library.to_str()
+        sha256 = hash_bytes(vocabulary.encode("utf-8", "surrogatepass"))
+        return f"{self.info().describe()} with ids {sha256:.8}"
 
     def info(self) -> TokenizationInfo:
         """Return the method, vocabulary size and meta path, in the form stored with a dataset."""

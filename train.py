@@ -39,7 +39,7 @@ from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 from training import optimizers as optim
-from training.lineage import check_same_splits, check_tokenizer
+from training.lineage import check_splits
 from training.run import RESUME_HINT, Run
 
 MIN_DELTA = 0.001  # nats per character: a smaller improvement does not reset the patience
@@ -210,8 +210,8 @@ def run(settings: TrainSettings) -> dict[str, Any]:
         block_size = start_model.config.block_size
     corpus = open_corpus(settings.dataset, block_size + 1)
     if start is not None:
-        check_tokenizer(start, corpus.tokenizer)
-        check_same_splits(start["data"], corpus.record)
+        ckpt.check_tokenizer(start, corpus.tokenizer)
+        check_splits(start["data"], corpus.record)
 
     # model: of the run to resume, of the checkpoint, or new
     run = Run(output_path(settings), settings, ranks)
@@ -456,7 +456,7 @@ def evaluate_checkpoint(
     checkpoint = ckpt.load_checkpoint(path)
     model = ckpt.build_model(checkpoint, path, ranks.device)
     corpus = open_corpus(settings.dataset, model.config.block_size + 1)
-    check_tokenizer(checkpoint, corpus.tokenizer)
+    ckpt.check_tokenizer(checkpoint, corpus.tokenizer)
     figures = {}
     for name in ("val_loss", "select_loss"):
         losses = measure(model, corpus, settings, ranks, dtype, name)

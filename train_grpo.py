@@ -53,8 +53,8 @@ from model import GPT
 from reward.heads import load_reward_model
 from reward.scorer import RewardScorer
 from reward.user_function import load_functions
-from training.checkpoint import build_model, load_checkpoint, save_checkpoint
-from training.lineage import check_same_splits, check_tokenizer
+from training.checkpoint import build_model, check_tokenizer, load_checkpoint, save_checkpoint
+from training.lineage import check_splits
 from training.optimizers import Best, Schedule
 from training.run import RESUME_HINT, Run
 
@@ -81,7 +81,7 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
     base = load_checkpoint(base_path)
     corpus = open_corpus(settings.dataset, base["config"].block_size + 1)
     check_tokenizer(base, corpus.tokenizer)
-    check_same_splits(base["data"], corpus.record, is_allowed=True)
+    check_splits(base["data"], corpus.record, is_allowed=True)
     scorer = load_scorer(settings, base, corpus, device)
     policy = build_model(base, base_path, device)
     completer = Completer(policy, policy.config.block_size)

@@ -28,12 +28,7 @@ from reward.batches import Split, batches_of, labels_of
 from reward.heads import LastRewardModel, LikelihoodRewardModel, RewardModel
 from reward.mixture import fit_mixture
 from training import checkpoint
-from training.lineage import (
-    check_generator,
-    check_same_fields,
-    check_same_tokens,
-    check_unseen,
-)
+from training.lineage import check_generator, check_splits
 from training.optimizers import Best, EarlyStopping, make_optimizers, take_step
 
 WEIGHT_DECAY = 0.01  # of AdamW, for matrices
@@ -247,14 +242,13 @@ def load_natural_model(path: str, base: Mapping, metadata: Mapping) -> GPT:
 
     Raise UserError unless it fits the generator (`base`) and the data (`metadata`).
     """
-    role = "the generator"
     contents = checkpoint.load_checkpoint(path)
     model: GPT = checkpoint.build_model(contents, path)
-    check_same_tokens(contents["tokenization"], base["tokenization"], path, role)
-    check_unseen(contents["data"], metadata, path)
+    check_splits(contents["data"], metadata, path, ["val_sha256"], is_allowed=True)
     model.crop_block_size(min(model.config.block_size, base["config"].block_size))
     model.pad_vocabulary(base["config"].vocab_size)
-    check_same_fields(model.config, base["config"], path, role)
+    contents["config"] = model.config
+    checkpoint.check_fit(contents, base, path, "the generator")
     return model
 
 

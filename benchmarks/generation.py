@@ -28,8 +28,8 @@ from common.process import run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from generation.completions import Completer
 from generation.sampling import Sampling
-from interop.huggingface import their_model
 from model import GPT, GPTConfig
+from training.huggingface import their_model
 
 VOCAB_SIZE = 65
 SHAPES = {

@@ -25,7 +25,7 @@ from common.log import read_records
 from common.process import run_main
 from common.settings import Settings, parse_settings, setting
 from interop.crossover_reward import load_tokenizer
-from interop.huggingface import import_optional
+from training.huggingface import import_optional
 
 GROUP = 8
 CHARACTERS = string.ascii_letters + string.digits

@@ -49,10 +49,10 @@ from examples.heal_pruned_model import (
 )
 from generation.completions import Completions
 from interop.crossover_reward import CrossoverReward, load_model
-from interop.huggingface import import_optional
 from interop.samples import complete
 from metrics.samples import words_of
 from metrics.text_quality import Continuations, TextQuality
+from training.huggingface import import_optional
 
 LONGEST = 8
 SEED = 42  # of the completions that are measured

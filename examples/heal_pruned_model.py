@@ -17,9 +17,9 @@ from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.encode import find_texts, joined_pieces
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
-from interop.huggingface import import_optional
 from interop.samples import complete
 from metrics.bootstrap import bootstrap_mean, format_figure
+from training.huggingface import import_optional
 
 PROMPT = 32  # tokens
 LENGTH = 64  # with the completion

@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 from common.files import load_state, save_state
 from common.log import print0
 from common.process import UserError, first_line, require, run_main, warn
-from interop.huggingface import import_optional, load_transformers
 from interop.samples import Samples, draw_samples
 from interop.trunk_head import TrunkHead, copy_tensors
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill
@@ -26,6 +25,7 @@ from model import GPTConfig
 from reward.heads import LikelihoodRewardModel
 from reward.mixture import fit_mixture
 from reward.posterior import natural_probabilities
+from training.huggingface import import_optional, load_transformers
 
 ROWS = 8  # sequences read at a time: their logits are B * T * V numbers
 SAMPLES = 2  # crossover samples of a natural block

@@ -10,9 +10,8 @@ from common.files import atomic_folder, write_text
 from common.log import print0
 from common.process import UserError, run_main
 from common.settings import Settings, parse_settings, setting
-from interop.huggingface import load_transformers, their_model
-from training.checkpoint import build_model, load_checkpoint
-from training.lineage import choose_tokenizer
+from training.checkpoint import build_model, choose_tokenizer, load_checkpoint
+from training.huggingface import load_transformers, their_model
 
 
 @dataclass
@@ -37,7 +36,7 @@ def main() -> None:
             f"ERROR: output_dir={output_dir} already exists: remove it, or choose another"
         )
     checkpoint = load_checkpoint(path)
-    tokenizer = choose_tokenizer(checkpoint, path, "auto", settings.meta_path)
+    tokenizer = choose_tokenizer(checkpoint, settings.meta_path)
     state = build_model(checkpoint, path).state_dict()
 
     with atomic_folder(output_dir) as partial:

@@ -15,7 +15,7 @@ from torch import Tensor
 from common.device import random_stream
 from common.log import counted
 from common.process import UserError
-from interop.huggingface import load_transformers
+from training.huggingface import load_transformers
 
 ROWS = 64  # sequences generated at a time
 CROSSOVERS = 16  # different crossovers; samples of one crossover are generated together

@@ -34,8 +34,8 @@ from common.process import UserError
 from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig
 from reward.posterior import crossover_loss, natural_probabilities, natural_share
-from training.checkpoint import check_mode, load_weights
-from training.lineage import check_generator, check_same_fields
+from training.checkpoint import check_fit, check_mode, load_weights
+from training.lineage import check_generator
 
 
 class LastRewardModel(GPT):
@@ -162,8 +162,7 @@ def build_reward_model(
     """
     check_mode(contents, "reward", path)
     model = make_reward_model(contents["config"], contents["generator_config"])
-    load_weights(model, contents, path)
-    return model.to(device).eval()
+    return load_weights(model, contents, path, device)
 
 
 def load_reward_model(
@@ -177,6 +176,6 @@ def load_reward_model(
     generator.
     """
     model = build_reward_model(contents, path, device)
-    check_same_fields(generator["config"], contents["config"], generator_path, path)
+    check_fit(generator, contents, generator_path, path)
     check_generator(path, (contents["training"] or {}).get("generator_sha256"), generator_path)
     return model

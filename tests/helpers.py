@@ -29,7 +29,7 @@ from data_loader import split_and_encode
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager, save_meta
 from training.checkpoint import save_checkpoint
-from training.lineage import hash_input
+from training.lineage import hash_model
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_MODEL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
@@ -122,7 +122,7 @@ def call(script: str, *arguments: str, **options: Any) -> Finished:
     Python.
     """
     module = importlib.import_module(script)
-    hash_input.cache_clear()  # a script starts in a process of its own
+    hash_model.cache_clear()  # a script starts in a process of its own
     out, err = io.StringIO(), io.StringIO()
     argv, handler = sys.argv, signal.getsignal(signal.SIGTERM)
     status = 0

@@ -157,7 +157,7 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(
     )
     record = TokenizationManager.from_text("abc").to_record()
     strange = make_checkpoint(tmp_path / "strange.pt", 3, record)
-    assert "char (vocab_size=3) in the model" in refuse_in_one_line(
+    assert "char (vocab_size=3) with ids" in refuse_in_one_line(
         "evaluate", checkpoints=[strange], **options
     )
     shutil.copytree(corpus, tmp_path / "short", ignore=shutil.ignore_patterns("sha256sums.txt"))

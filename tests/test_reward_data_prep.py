@@ -279,7 +279,7 @@ def test_a_vocabulary_numbered_otherwise_is_refused(tmp_path, corpus, generator)
     chars = TokenizationManager(data_path=corpus).chars
     save_meta(foreign / "meta.pkl", chars[::-1])
     (foreign / "input.txt").write_text(text)
-    assert "give tokens other ids" in refuse_in_one_line("prepare_reward_data", **options)
+    assert "with ids" in refuse_in_one_line("prepare_reward_data", **options)
     assert not (tmp_path / "out").exists()
 
 

@@ -18,8 +18,7 @@ from reward.heads import (
     build_reward_model,
     make_reward_model,
 )
-from training.checkpoint import load_checkpoint, save_checkpoint
-from training.lineage import check_same_fields
+from training.checkpoint import check_fit, load_checkpoint, save_checkpoint
 
 N, V = 12, 5
 CONFIG = GPTConfig(block_size=N, vocab_size=V, n_layer=1, n_head=2, n_embd=16)
@@ -103,7 +102,8 @@ def test_models_of_other_tokens_are_refused(name, value):
     """test_train_reward_model.py has one of shorter texts."""
     other = dataclasses.replace(CONFIG, **{name: value})
     with pytest.raises(UserError, match=f"is {V} in ours and {value} in theirs"):
-        check_same_fields(CONFIG, other, "ours", "theirs")
+        sides = [{"config": config, "tokenization": None} for config in (CONFIG, other)]
+        check_fit(*sides, "ours", "theirs")
 
 
 def test_a_last_head_has_the_same_interface():

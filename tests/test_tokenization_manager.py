@@ -27,7 +27,7 @@ from tokenization_manager import (
     load_meta,
     save_meta,
 )
-from training.lineage import check_same_tokens, check_tokenizer
+from training.checkpoint import check_tokenizer
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n"
 
@@ -282,11 +282,10 @@ def test_the_package_encodes_and_a_record_compares_meanings(small_bpe):
     check_tokenizer(contents, from_json(small_bpe))
     small_bpe["model"]["vocab"].update({"a": 1, "b": 0})
     other = from_json(small_bpe)
-    with pytest.raises(UserError, match="or give tokens other ids"):
+    with pytest.raises(
+        UserError, match=r"6\) with ids .* in the data and .* in the model: they do"
+    ):
         check_tokenizer(contents, other)
-    with pytest.raises(UserError, match=r"in p and .* in q: they do not match"):
-        check_same_tokens(record, other.to_record(), "p", "q")
-    check_same_tokens(record, record, "p", "q")
     with pytest.raises(UserError, match=r"is char .* in the data and tokenizer .* in the model"):
         check_tokenizer(contents, TokenizationManager.from_text("abcdefghij"))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.files import is_hub_name, load_state, reading, save_state
 from common.process import is_main_rank, require, warn
@@ -40,6 +40,7 @@ REMOVED_FIELDS = {
     "trunk_layer": None,
     "reads_previous": False,
 }
+EMBEDDINGS = ("transformer.wte.weight", "lm_head.weight")
 Record = Mapping[str, Any]
 
 
@@ -70,7 +71,7 @@ def find_model(name: str | Path) -> Path:
     """Return the file or folder of a model; download it if `name` is one of GPT-2's names."""
     if not is_hub_name(str(name)):
         return Path(name)
-    from interop.huggingface import download_model  # only needed for such names
+    from training.huggingface import download_model  # only needed for such names
 
     return download_model(str(name))
 
@@ -83,7 +84,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """
     path = find_model(path)
     if path.is_dir():
-        from interop.huggingface import read_folder  # only needed for folders
+        from training.huggingface import read_folder  # only needed for folders
 
         contents = read_folder(path)
     else:
@@ -99,13 +100,13 @@ def checked_contents(contents: Record) -> dict[str, Any]:
     checked: dict[str, Any] = {name: contents.get(name) for name in RECORDS}
     weights = dict(contents["model"])
     for name, tensor in weights.items():
-        check_tensor(name, tensor)
+        is_float = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        require(is_float, f"{name} is not a tensor of floats")
+        require(bool(tensor.isfinite().all()), f"{name} holds NaN or infinite values")
     checked["model"] = weights
-    checked["config"] = check_config(contents["config"], weights, ("", "natural."))
+    checked["config"] = check_config(contents["config"], weights)
     if checked["generator_config"] is not None:
-        checked["generator_config"] = check_config(
-            checked["generator_config"], weights, ("generator.",)
-        )
+        checked["generator_config"] = check_config(checked["generator_config"], weights)
     if checked["tokenization"] is not None:
         TokenizationManager.from_record(checked["tokenization"])  # raises if it is invalid
     for record_name, name, kind in CHECKED_ENTRIES:
@@ -125,27 +126,13 @@ def convert_nanogpt(contents: Record) -> dict[str, Any]:
     return {"model": weights, "config": {"position": "learned", **contents["model_args"]}}
 
 
-def check_tensor(name: Any, tensor: Any) -> None:
-    """Raise UserError unless an entry of a state dict is a tensor of finite floats."""
-    is_float = isinstance(tensor, Tensor) and tensor.is_floating_point()
-    require(is_float, f"{name} is not a tensor of floats")
-    require(bool(tensor.isfinite().all()), f"{name} holds NaN or infinite values")
-
-
-def check_config(
-    config: Any, weights: Mapping[str, Tensor], prefixes: tuple[str, ...]
-) -> GPTConfig:
-    """Return a config from a file as a new GPTConfig; raise UserError if it is invalid.
-
-    prefixes: what the names of the model's weights may begin with.
-    """
+def check_config(config: Any, weights: Mapping[str, Tensor]) -> GPTConfig:
+    """Return a config from a file as a new GPTConfig; raise UserError if it is invalid."""
     # Rebuild the config field by field: a loaded object may carry arbitrary attributes.
     values = dict(config if isinstance(config, dict) else vars(config))
     for name, default in REMOVED_FIELDS.items():
         value = values.pop(name, default)
         require(value == default, f"{name}={value!r:.60}: commit 6e0f3b4 reads it last")
-    is_position_head = values.get("reward_head_type") == "position"
-    require(not is_position_head, "reward_head_type='position': commit 6e0f3b4 reads it last")
     config = GPTConfig(**values)
     problem = config.problem()
     require(problem is None, f"invalid config: {problem}")
@@ -155,12 +142,10 @@ def check_config(
         config.n_layer <= len(weights) and config.min_weights <= num_weights,
         f"it has {num_weights:,} weights, but its config needs {config.min_weights:,} or more",
     )
-    for prefix in prefixes:
-        names = (f"{prefix}transformer.wte.weight", f"{prefix}lm_head.weight")
-        embeddings = [weights[name] for name in names if name in weights]
-        if config.tied_embeddings and len(embeddings) == 2 and not torch.equal(*embeddings):
-            warn(f"{' and '.join(names)} differ, although the config ties them: both are kept")
-            config.tied_embeddings = False
+    embeddings = [weights[name] for name in EMBEDDINGS if name in weights]
+    if config.tied_embeddings and len(embeddings) == 2 and not torch.equal(*embeddings):
+        warn(f"{' and '.join(EMBEDDINGS)} differ, although the config ties them: both are kept")
+        config.tied_embeddings = False
     return config
 
 
@@ -170,9 +155,7 @@ def build_model(contents: Record, path: str | Path = "", device: torch.device | 
     reward.heads.build_reward_model builds reward models with any head.
     """
     check_mode(contents, "generator", path)
-    model = GPT(contents["config"])
-    load_weights(model, contents, path)
-    return model.to(device).eval()
+    return load_weights(GPT(contents["config"]), contents, path, device)
 
 
 def check_mode(contents: Record, mode: str, path: str | Path) -> None:
@@ -181,7 +164,68 @@ def check_mode(contents: Record, mode: str, path: str | Path) -> None:
     require(found == mode, f"{path} holds a {found} model, not a {mode} model")
 
 
-def load_weights(model: nn.Module, contents: Record, path: str | Path) -> None:
-    """Load a checkpoint's weights; raise UserError if their names or shapes differ."""
+def load_weights(model: Any, contents: Record, path: str | Path, device: torch.device | str) -> Any:
+    """Return a new model with a checkpoint's weights, on a device, in evaluation mode.
+
+    Raise UserError if names or shapes of the weights differ.
+    """
     with reading(path):
         model.load_state_dict(contents["model"])
+    return model.to(device).eval()
+
+
+def check_fit(ours: Record, theirs: Record, our_name: str, their_name: str) -> None:
+    """Raise UserError unless two models, or a model and data, have the same tokens and sizes.
+
+    Each has a `config` and a `tokenization` record. What is None on a side is not compared.
+    """
+    their_facts = facts_of(theirs)
+    for name, value in facts_of(ours).items():
+        other = their_facts.get(name, value)
+        require(
+            other == value,
+            f"{name} is {value} in {our_name} and {other} in {their_name}: they do not match; use "
+            "models and data of the same tokenization and size (--dataset, --meta_path)",
+        )
+
+
+def facts_of(contents: Record) -> dict[str, Any]:
+    """Return what models that are used together have in common, as far as it is known."""
+    facts = {}
+    if contents["config"] is not None:
+        for name in ("vocab_size", "num_real_tokens", "block_size"):
+            facts[name] = getattr(contents["config"], name)
+    if contents["tokenization"] is not None:
+        facts["tokenization"] = TokenizationManager.from_record(contents["tokenization"]).identity()
+    return facts
+
+
+def check_tokenizer(contents: Record, tokenizer: TokenizationManager) -> None:
+    """Raise UserError if a checkpoint's model reads tokens that differ from the tokenizer's."""
+    data = {"config": None, "tokenization": tokenizer.to_record()}
+    check_fit(data, contents, "the data", "the model")
+    tokens = tokenizer.info().describe()
+    num_tokens = contents["config"].num_real_tokens
+    require(
+        tokenizer.vocab_size <= num_tokens,
+        f"the data's vocabulary ({tokens}) exceeds the model's {num_tokens} tokens; "
+        "use the data, or the --meta_path, of its training",
+    )
+    if contents["tokenization"] is None and tokenizer.vocab_size < num_tokens:
+        warn(
+            f"the model has {num_tokens} token ids, the data have fewer, {tokens}: "
+            "make sure that they are the same"
+        )
+
+
+def choose_tokenizer(checkpoint: Record, meta_path: str | None) -> TokenizationManager:
+    """Return the tokenizer in a file, else that in a checkpoint, else GPT-2's.
+
+    Raise UserError if it does not fit the checkpoint.
+    """
+    if meta_path is None and checkpoint["tokenization"] is not None:
+        tokenizer = TokenizationManager.from_record(checkpoint["tokenization"])
+    else:
+        tokenizer = TokenizationManager(meta_path=meta_path)
+    check_tokenizer(checkpoint, tokenizer)
+    return tokenizer

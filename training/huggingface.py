@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.process import UserError, first_line, require, warn
+from common.files import reading
+from common.process import UserError, require, warn
 from model import GPTConfig
 from tokenization_manager import BPE_VOCAB_SIZE, TokenizationManager
 
@@ -23,7 +24,7 @@ from tokenization_manager import BPE_VOCAB_SIZE, TokenizationManager
 GPT2_TEXT = "Crossover: don't re-tokenize\n"
 GPT2_IDS = [34, 23954, 25, 836, 470, 302, 12, 30001, 1096, 198]
 CLASSES = {"gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM"}  # by model_type
-WAY_OUT = "only GPT-2 and what interop/export.py writes; other models: TRL, see docs/guide.md"
+WAY_OUT = "use GPT-2 or what interop/export.py writes; other models: TRL, see docs/guide.md"
 # Fields of GPTConfig, and the settings of transformers that mean the same.
 SETTINGS = {
     "block_size": "max_position_embeddings",
@@ -34,6 +35,8 @@ SETTINGS = {
 }
 # Names that transformers has for the tanh approximation of GELU.
 GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+# Values that mean the same as those of `their_settings`.
+SYNONYMS = {"n_inner": (None,), "hidden_act": GELU_TANH, "activation_function": GELU_TANH}
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout")
 # Parts of GPT-NeoX's names of weights, and GPT's names; GPT-2 has the same names.
 RENAMED = {
@@ -74,21 +77,16 @@ def download_model(name: str) -> Path:
 
     repository = f"openai-community/{name}"
     patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
-    try:
+    command = f"`hf download {repository} --local-dir FOLDER`"
+    with reading(name, f"with a network, run {command}, then pass FOLDER"):
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
-    # No network, no such name, no permission: each has its own class of exception.
-    except Exception as error:
-        reason = first_line(error)
-        raise UserError(
-            f"ERROR: {name} is not a path, and cannot be downloaded ({reason:.120}). With "
-            f"a network, run `hf download {repository} --local-dir FOLDER`, then pass FOLDER"
-        ) from None
 
 
 def read_folder(folder: str | Path) -> dict[str, Any]:
     """Return the model in a folder as the contents of a checkpoint; execute nothing.
 
-    Raise UserError if files are damaged, or if GPTConfig cannot represent the model.
+    Raise UserError if files are damaged, or if GPTConfig cannot represent the model. Without a
+    tokenizer, GPTConfig.num_real_tokens has the number of ids.
     """
     folder = Path(folder)
     require(
@@ -96,106 +94,83 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
         f"{folder} is a folder without config.json, not a model: "
         "pass the file of a checkpoint (.pt)",
     )
-    load_transformers()
-    tokenizer = None
-    if (folder / "tokenizer.json").is_file():
-        tokenizer = TokenizationManager("tokenizer", meta_path=folder / "tokenizer.json")
-    else:
-        warn(f"{folder} has no tokenizer.json: the text of its tokens is unknown")
-    try:
-        return read_model(folder, tokenizer)
-    except Exception as error:  # transformers raises any exception for damaged files
-        raise UserError(f"ERROR: {folder} cannot be read: {first_line(error):.300}") from None
-
-
-def read_model(folder: Path, tokenizer: TokenizationManager | None) -> dict[str, Any]:
-    """Return the contents of a checkpoint, with the records of our export if they are there.
-
-    Without a tokenizer, GPTConfig.num_real_tokens has the number of ids.
-    """
     transformers = load_transformers()
-    their_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    records = getattr(their_config, "crossover", {})
-    chars = records.get("chars")
-    if chars is not None:
-        tokenizer = TokenizationManager.from_record({"method": "char", "chars": chars})
-    elif tokenizer is not None and is_gpt2(tokenizer):
-        tokenizer = TokenizationManager("bpe")
-    tokenization = None
-    num_tokens = None
-    if tokenizer is not None:
-        tokenization = tokenizer.to_record()
-        num_tokens = tokenizer.vocab_size
-    config = our_config(their_config, num_tokens)
-    model_class = getattr(transformers, CLASSES[their_config.model_type])
-    model, info = model_class.from_pretrained(
-        folder,
-        config=their_config,
-        output_loading_info=True,
-        use_safetensors=True,
-        local_files_only=True,
-        dtype=torch.float32,
-    )
-    wrong = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
-    if wrong:
-        raise UserError(f"the weights do not fit config.json: {wrong[0]}")
-    state = {}
-    for their_name, tensor in model.state_dict().items():
-        name = our_name(their_name)
-        state[name] = permute_weights(tensor, name, config)
+    with reading(folder, WAY_OUT):
+        theirs = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        records = getattr(theirs, "crossover", {})  # of our export
+        config = our_config(theirs)
+        tokenization = None
+        tokenizer = find_tokenizer(folder, records.get("chars"))
+        if tokenizer is not None:
+            tokenization = tokenizer.to_record()
+            config.num_tokens = tokenizer.vocab_size
+        model, info = getattr(transformers, CLASSES[theirs.model_type]).from_pretrained(
+            folder,
+            config=theirs,
+            output_loading_info=True,
+            use_safetensors=True,
+            local_files_only=True,
+            dtype=torch.float32,
+        )
+        wrong = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
+        require(not wrong, f"the weights do not fit config.json: {wrong[:1]}")
+        weights = {}
+        for their_name, tensor in model.state_dict().items():
+            name = our_name(their_name)
+            weights[name] = permute_weights(tensor, name, config)
     return {
-        "model": state,
+        "model": weights,
         "config": config,
         "tokenization": tokenization,
         "data": records.get("data"),
     }
 
 
-def is_gpt2(tokenizer: TokenizationManager) -> bool:
-    """Return whether a tokenizer has GPT-2's number of ids and encodes a text as GPT-2 does."""
-    if tokenizer.vocab_size != BPE_VOCAB_SIZE:
-        return False
-    return tokenizer.encode(GPT2_TEXT).tolist() == GPT2_IDS
+def find_tokenizer(folder: Path, chars: str | None) -> TokenizationManager | None:
+    """Return the tokenizer of characters, or else of tokenizer.json; warn if there is none."""
+    if chars is not None:
+        return TokenizationManager.from_record({"method": "char", "chars": chars})
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        warn(f"{folder} has no tokenizer.json: the text of its tokens is unknown")
+        return None
+    tokenizer = TokenizationManager("tokenizer", meta_path=path)
+    if tokenizer.vocab_size == BPE_VOCAB_SIZE and tokenizer.encode(GPT2_TEXT).tolist() == GPT2_IDS:
+        return TokenizationManager("bpe")
+    return tokenizer
 
 
-def our_config(theirs: Any, num_tokens: int | None) -> GPTConfig:
+def our_config(theirs: Any) -> GPTConfig:
     """Convert a transformers config to a GPTConfig. Raise UserError if it cannot represent it."""
-    if theirs.model_type not in CLASSES:
-        raise UserError(f"a model of type {theirs.model_type!r}: {WAY_OUT}")
-    config = GPTConfig(vocab_size=theirs.vocab_size, num_tokens=num_tokens, position="learned")
+    require(theirs.model_type in CLASSES, f"a model of type {theirs.model_type!r}")
+    config = GPTConfig(vocab_size=theirs.vocab_size, position="learned")
     for name, their_name in SETTINGS.items():
         setattr(config, name, getattr(theirs, their_name))
     if theirs.model_type == "gpt_neox":
         config.position = "rope"
-        activation = theirs.hidden_act
+        config.activation = theirs.hidden_act
     else:
-        activation = theirs.activation_function
-    config.activation = activation
-    if activation in GELU_TANH:
+        config.activation = theirs.activation_function
+    if config.activation in GELU_TANH:
         config.activation = "gelu_tanh"
     problem = config.problem()
-    if problem is not None:
-        raise UserError(problem)
-    # Settings that have another value of the same meaning.
-    synonyms = {
-        "n_inner": 4 * config.n_embd,
-        "hidden_act": activation,
-        "activation_function": activation,
-    }
+    require(problem is None, str(problem))
     for name, expected in their_settings(config).items():
         value = getattr(theirs, name)
-        if value != expected and value != synonyms.get(name, expected):
-            raise UserError(f"{name}={value!r:.60}, not {expected}: {WAY_OUT}")
+        is_same = value in (expected, *SYNONYMS.get(name, ()))
+        require(is_same, f"{name}={value!r:.60}, not {expected}")
     return config
 
 
 def their_settings(config: GPTConfig) -> dict[str, Any]:
     """Return transformers settings for a GPTConfig: GPT-NeoX for rotary positions, else GPT-2."""
     settings = {their_name: getattr(config, name) for name, their_name in SETTINGS.items()}
-    activation = "gelu_new" if config.activation == "gelu_tanh" else "gelu"
+    activation = "gelu"
+    if config.activation == "gelu_tanh":
+        activation = GELU_TANH[0]
     if config.position == "learned":
         settings.update(
-            n_inner=None,
+            n_inner=4 * config.n_embd,
             scale_attn_weights=True,
             scale_attn_by_inverse_layer_idx=False,
             layer_norm_epsilon=1e-5,
