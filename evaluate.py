@@ -7,51 +7,46 @@ and JSON with --output_path. With --text and --reward_model_path: where the rewa
 begins to write in a text, printed and as a page.
 """
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from common.device import select_device
+from common.device import float64, select_device
 from common.files import write_json
-from common.log import counted, print0
-from common.process import UserError, require, run_main, warn
+from common.log import counted, format_metrics, print0
+from common.process import require, run_main, warn
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.corpus import Corpus, open_corpus
 from data_loader import WholeSplitBatches, open_token_file, read_text, validation_part
 from generation.completions import Completer
+from generation.prompts import spread_prompts
 from grpo.evaluation import PolicyEvaluation
-from losses import language_model_loss, perplexity, text_log_probs
+from losses import perplexity, token_losses
 from metrics.bootstrap import block_means, bootstrap_blocks, format_figure
-from metrics.calibration import fit_temperature, losses_at
+from metrics.calibration import fit_temperature
 from metrics.reward_skill import better_than_constant
-from metrics.text_quality import Continuations, TextQuality
+from metrics.text_quality import TextQuality
 from model import GPT
 from reports.passages import pieces
 from reports.text_page import open_page, present_text
 from reward.heads import build_reward_model, load_reward_model
 from reward.scorer import RewardScorer
-from reward.user_function import check_functions, load_functions
+from reward.user_function import RESERVED_ENDINGS, check_functions, load_functions
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 
 SEED = 42  # of intervals and samples
 MAX_CHARACTERS = 1 << 24  # of the natural texts that judge samples
-SWEEP_SAMPLES = 128  # samples of each temperature, by which a model's temperature is chosen
 NUM_PASSAGES = 4
-PROMPT_SHARE = 1 / 8  # of the context; the model writes the rest
-PASSAGE_PROMPT_SHARE = 1 / 3
+PASSAGE_PROMPT_SHARE = 1 / 3  # of the context; the model writes the rest
 FRESH_PROMPTS = 128  # prompts whose completions a reward model reads
-QUALITY_TITLES = {
-    "distinct_pairs": "share of distinct pairs",
-    "judge_loss": "judge's loss in nats per character",
-    "unknown_words": "share of unknown words",
-}
 READING_OPTIONS = ("text", "reward_model_path", "output_path", "device")
 
 
@@ -118,7 +113,7 @@ class EvaluateSettings(Settings):
 
 
 def calculate_perplexity(
-    model: nn.Module, data_loader: Iterable[tuple[Tensor, Tensor]], device: torch.device | str
+    model: GPT, data_loader: Iterable[tuple[Tensor, Tensor]], device: torch.device | str
 ) -> float:
     """Return exp of the mean cross-entropy over all targets of (inputs, targets).
 
@@ -127,7 +122,7 @@ def calculate_perplexity(
     evaluation).
     """
     batches = ((x.to(device), y.to(device)) for x, y in data_loader)
-    return perplexity(language_model_loss(model, batches))
+    return perplexity(token_losses(model, batches).mean().item())
 
 
 def run(settings: EvaluateSettings) -> dict[str, Any]:
@@ -144,46 +139,38 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     if settings.reward_model_path is not None or settings.reward_function:
         fresh_text = load_fresh_text(settings, corpus, tokens, device)
         reward_model = fresh_text.scorer.reward_model
-    measures: dict[int, tuple[TextQuality, Continuations]] = {}  # by the models' context
+
+    @functools.cache
+    def quality_at(length: int) -> TextQuality:
+        """Return the measure for models with a context of `length` tokens."""
+        return load_text_quality(settings, corpus, tokens, length)
 
     # The first model is the baseline, if there is one: the others are compared with it.
     first = settings.baseline or settings.checkpoints[0]
-    baseline_losses: dict[str, Tensor] = {}
     context = 0
+    baseline_losses: dict[str, Tensor] = {}
     results = {}
     for path in dict.fromkeys([first, *settings.checkpoints]):
-        model = load_model(path, settings, corpus, device)
+        model = load_model(path, corpus, device)
         if settings.baseline is not None:
             context = context or model.config.block_size
             crop_context(model, context, path, settings.baseline)
-        losses, figures = measure_losses(model, corpus, tokens, settings, path)
+        losses, figures = measure_losses(model, corpus, tokens, settings, path, baseline_losses)
         baseline_losses = baseline_losses or losses
-        if settings.baseline is not None:
-            figures.update(differences(losses, baseline_losses, corpus.interval_tokens))
-        describe(path, figures, settings)
-        if path not in settings.checkpoints:
-            continue
-        length = model.config.block_size
-        completer = Completer(model, length)
-        has_text = corpus.tokenizer.method != "ids"
-        if settings.samples is not None and has_text:
-            if length not in measures:
-                measures[length] = load_text_quality(settings, corpus, tokens, length)
-            measure, prompts = measures[length]
-            quality = measure.of_model(completer)
-            describe_quality(quality)
-            temperature = quality["temperature"]
-            figures["quality"] = quality
-            figures["passages"] = write_passages(completer, prompts, temperature, reward_model)
-            if quality["is_reached"] and is_ours(path, settings.output_path):
-                save_temperature(path, temperature)
-        if fresh_text is not None:
-            completions = fresh_text.of_completions(completer)
-            describe_fresh_text(completions, settings)
-            figures.update(completions)
-        if math.isinf(figures["perplexity"]):
-            figures["perplexity"] = None  # infinity is not valid JSON
-        results[path] = figures
+        if path in settings.checkpoints:
+            results[path] = figures
+            completer = Completer(model, model.config.block_size)
+            if settings.samples is not None and corpus.tokenizer.method != "ids":
+                quality = quality_at(completer.length)
+                figures["quality"] = quality.of_model(completer)
+                temperature = figures["quality"]["temperature"]
+                figures["passages"] = write_passages(completer, quality, temperature, reward_model)
+                if figures["quality"]["is_reached"]:
+                    save_temperature(path, temperature, settings.output_path)
+            if fresh_text is not None:
+                figures.update(fresh_text.of_completions(completer))
+        print0(f"{path}:")
+        print_figures(figures)
     if settings.output_path is not None:
         write_json(settings.output_path, results)
     return results
@@ -215,7 +202,7 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
     )
 
 
-def load_model(path: str, settings: EvaluateSettings, corpus: Corpus, device: torch.device) -> GPT:
+def load_model(path: str, corpus: Corpus, device: torch.device) -> GPT:
     """Load a generator that reads the corpus's tokens."""
     checkpoint = ckpt.load_checkpoint(path)
     ckpt.check_tokenizer(checkpoint, corpus.tokenizer)
@@ -226,32 +213,48 @@ def load_model(path: str, settings: EvaluateSettings, corpus: Corpus, device: to
 def crop_context(model: GPT, context: int, path: str, baseline: str) -> None:
     """Crop the model to the baseline's context. Raise UserError if its own is shorter."""
     block_size = model.config.block_size
-    if block_size < context:
-        finding = f"block_size is {block_size} in {path} but {context} in the baseline {baseline}"
-        raise UserError(f"ERROR: {finding}. Compare models with the same block_size.")
+    require(
+        block_size >= context,
+        f"block_size is {block_size} in {path} but {context} in the baseline {baseline}: "
+        "compare models with the same block_size",
+    )
     model.crop_block_size(context)
 
 
 def measure_losses(
-    model: GPT, corpus: Corpus, tokens: np.ndarray, settings: EvaluateSettings, path: str
+    model: GPT,
+    corpus: Corpus,
+    tokens: np.ndarray,
+    settings: EvaluateSettings,
+    path: str,
+    baseline_losses: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the losses (n,) of all targets by name, and their means with intervals.
 
-    The names are `loss` and, with --calibrate, `calibrated_loss`.
+    The names are `loss` and, with --calibrate, `calibrated_loss`. With --baseline the figures have
+    paired differences from the baseline's losses, which are empty if this model is the baseline.
     """
     batches = batches_of_part(model, tokens, settings.part)
-    losses = {"loss": token_losses(model, batches, path)}
+    shown_batches = counted(batches, len(batches), f"Evaluating {path}", passing=False)
+    losses = {"loss": token_losses(model, shown_batches)[0]}
     figures: dict[str, Any] = {}
     if settings.calibrate:
-        select = batches_of_part(model, corpus.val, "select")
-        temperature = fit_temperature(model, select)
-        calibrated = losses_at(model, batches, [temperature])[0]
+        temperature = fit_temperature(model, batches_of_part(model, corpus.val, "select"))
+        calibrated = float64(token_losses(model, batches, [temperature])[0])
         losses["calibrated_loss"] = calibrated
         figures["temperature"] = temperature
         figures["blocks"] = block_means(calibrated, corpus.interval_tokens).tolist()
     for name, values in losses.items():
         figures.update(bootstrap_blocks(name, values, corpus.interval_tokens, SEED))
+        if settings.baseline is not None:
+            change = values - baseline_losses.get(name, values)
+            name = name.replace("loss", "difference")
+            figures.update(bootstrap_blocks(name, change, corpus.interval_tokens, SEED))
     figures["perplexity"] = perplexity(figures["loss"])
+    require(
+        math.isfinite(figures["perplexity"]),
+        f"the loss of {path} is not finite: the model has diverged; use an earlier checkpoint",
+    )
     num_tokens = len(losses["loss"])
     figures["tokens"] = num_tokens
     if corpus.tokenizer.method != "ids":  # these have no text
@@ -271,35 +274,13 @@ def batches_of_part(model: GPT, tokens: np.ndarray, part: str) -> WholeSplitBatc
     return WholeSplitBatches(tokens, block_size, model.rows_at_a_time(), device)
 
 
-def token_losses(model: GPT, batches: WholeSplitBatches, title: str) -> Tensor:
-    """Return all targets' cross-entropies (n,) in nats. Raise UserError if they are not finite."""
-    counted_batches = counted(batches, len(batches), f"Evaluating {title}", passing=False)
-    losses = -text_log_probs(model, counted_batches)
-    if not losses.isfinite().all():
-        finding = "the model has diverged; use an earlier checkpoint"
-        raise UserError(f"ERROR: the loss of {title} is not finite: {finding}")
-    return losses
-
-
-def differences(
-    losses: dict[str, Tensor], baseline: dict[str, Tensor], interval_tokens: int
-) -> dict[str, Any]:
-    """Return the mean paired differences of losses (n,) from the baseline's, with intervals."""
-    figures: dict[str, Any] = {}
-    for name, values in losses.items():
-        difference = name.replace("loss", "difference")
-        figures.update(bootstrap_blocks(difference, values - baseline[name], interval_tokens, SEED))
-    return figures
-
-
 def load_text_quality(
     settings: EvaluateSettings, corpus: Corpus, tokens: np.ndarray, length: int
-) -> tuple[TextQuality, Continuations]:
-    """Return the measure of text quality for models with a context of `length` tokens, and the
-    prompts of the passages that are shown.
+) -> TextQuality:
+    """Return the measure of text quality for models with a context of `length` tokens.
 
-    All are of the report part, or of the tokens (n,) of another split: parts of a text can differ
-    in their diversity.
+    Prompts are from the report part, or from the tokens (n,) of another split: parts of a text can
+    differ in their diversity.
     """
     natural = corpus
     if settings.word_dataset is not None:
@@ -307,72 +288,64 @@ def load_text_quality(
     library = natural.tokenizer.decode(natural.train[:MAX_CHARACTERS])[:MAX_CHARACTERS]
     if settings.split == "val":
         tokens = validation_part(corpus.val, length, "report")
-    num_samples = settings.samples
-    assert num_samples is not None
-    num_swept = min(SWEEP_SAMPLES, num_samples)
-    tokenizer = corpus.tokenizer
-    sweep = Continuations(tokenizer, tokens, length, num_swept, PROMPT_SHARE)
-    report = Continuations(tokenizer, tokens, length, num_samples, PROMPT_SHARE)
-    passages = Continuations(tokenizer, tokens, length, NUM_PASSAGES, PASSAGE_PROMPT_SHARE)
-    return TextQuality(library, sweep, report), passages
-
-
-def describe_quality(quality: dict[str, Any]) -> None:
-    """Print the figures of `TextQuality.of_model`."""
-    natural = quality["natural"]
-    reached = "as diverse as natural text"
-    if not quality["is_reached"]:
-        reached = "nearest to the diversity of natural text"
-    print0(f"  at temperature {quality['temperature']:.2f}, {reached}:")
-    for name, title in QUALITY_TITLES.items():
-        if natural[name] is not None:  # scripts without spaces have no unknown words
-            figure = format_figure(quality, name, ".3f")
-            print0(f"    {title} {figure}, natural text {natural[name]:.3f}")
-
-
-def is_ours(path: str, output_path: str | None) -> bool:
-    """Return whether a checkpoint is a file, and, with an output_path, next to that file.
-
-    Nothing is written into a folder from which the user only lends a model.
-    """
-    file = Path(path)
-    if output_path is None or not file.is_file():
-        return file.is_file()
-    return file.parent.samefile(Path(output_path).parent)
-
-
-def save_temperature(path: str, temperature: float) -> None:
-    """Write the temperature beside a checkpoint, for sample.py; warn if that is impossible."""
-    try:
-        write_json(Path(path).with_suffix(".sampling.json"), {"temperature": temperature})
-    except OSError as error:
-        warn(f"the temperature is not saved for sample.py: {error}")
+    assert settings.samples is not None
+    return TextQuality(corpus.tokenizer, library, tokens, length, settings.samples)
 
 
 @torch.no_grad()
 def write_passages(
-    completer: Completer, prompts: Continuations, temperature: float, reward_model: Any
+    completer: Completer, quality: TextQuality, temperature: float, reward_model: Any
 ) -> list[dict[str, Any]]:
-    """Let a model continue prompts.
+    """Let a model continue prompts from the text of `quality`.
 
     Return each prompt, and its completion as pairs of a piece of text and its P(natural). That is
     None without a reward model, and for a head that has no output per token.
     """
+    prompts = spread_prompts(
+        quality.tokens, completer.length, NUM_PASSAGES, PASSAGE_PROMPT_SHARE, SEED
+    )
     passages = []
-    for row in prompts.complete(completer, temperature):  # (N,)
+    for row in prompts.complete(completer, temperature).ids.flatten(0, 1):  # (N,)
         natural: list[float | None] = [None] * len(row)
         if reward_model is not None and reward_model.is_ratio:
-            device = next(reward_model.parameters()).device
-            natural = reward_model.token_probabilities(row[None].to(device))[0].tolist()
-        texts = pieces(prompts.tokenizer, row.numpy())
+            natural = reward_model.token_probabilities(row[None])[0].tolist()
+        texts = pieces(quality.tokenizer, row.cpu().numpy())
+        start = int(prompts.prefix_lengths[0])
         completion = []
-        for token in range(prompts.prompt_length, len(row)):
-            if texts[token]:  # else a later token completes the character
-                completion.append([texts[token], natural[token]])
-        passages.append(
-            {"prompt": "".join(texts[: prompts.prompt_length]), "completion": completion}
-        )
+        for text, share in zip(texts[start:], natural[start:], strict=True):
+            if text:  # else a later token completes the character
+                completion.append([text, share])
+        passages.append({"prompt": "".join(texts[:start]), "completion": completion})
     return passages
+
+
+def save_temperature(path: str, temperature: float, output_path: str | None) -> None:
+    """Write the temperature beside a checkpoint, for sample.py; warn if that is impossible.
+
+    A model elsewhere than the output is only lent: its folder stays as it is.
+    """
+    file = Path(path)
+    is_lent = (
+        output_path is not None and file.resolve().parent != Path(output_path).resolve().parent
+    )
+    if is_lent or not file.is_file():
+        return
+    try:
+        write_json(file.with_suffix(".sampling.json"), {"temperature": temperature})
+    except OSError as error:
+        warn(f"the temperature is not saved for sample.py: {error}")
+
+
+def print_figures(figures: Mapping[str, Any], indent: str = "  ") -> None:
+    """Print the numbers among the figures, by the names that docs/reference.md defines."""
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            print0(f"{indent}{name}:")
+            print_figures(value, indent + "  ")
+        elif f"{name}_low" in figures:
+            print0(f"{indent}{name} {format_figure(figures, name)}")
+        elif isinstance(value, int | float) and not name.endswith(RESERVED_ENDINGS):
+            print0(indent + format_metrics({name: value}))
 
 
 def load_fresh_text(
@@ -397,32 +370,6 @@ def load_fresh_text(
     if settings.part != "whole":
         tokens = validation_part(tokens, reference.config.block_size, settings.part)
     return PolicyEvaluation(scorer, corpus, SEED, "fresh", tokens, FRESH_PROMPTS)
-
-
-def describe_fresh_text(figures: dict[str, Any], settings: EvaluateSettings) -> None:
-    """Print the figures of completions at temperature 1."""
-    print0(f"  at temperature 1: KL to the baseline {figures['kl_now']:.4f} nats per token")
-    titles = {"fresh_reward": "P(natural)", "fresh_function_reward": "task reward"}
-    for function in settings.reward_function or ():
-        name = function.rpartition(":")[2]
-        titles[f"fresh_reward_{name}"] = f"reward {name}"
-    for name, title in titles.items():
-        if name in figures:
-            print0(f"    {title} of its text {format_figure(figures, name)}")
-
-
-def describe(path: str, figures: dict[str, Any], settings: EvaluateSettings) -> None:
-    """Print a checkpoint's losses and their differences from the baseline's."""
-    print0(f"{path}: loss {format_figure(figures, 'loss')}, perplexity {figures['perplexity']:.4f}")
-    if settings.baseline is not None:
-        print0(
-            f"  loss - loss of {settings.baseline}: {format_figure(figures, 'difference', '+.4f')}"
-        )
-    if settings.calibrate:
-        loss = format_figure(figures, "calibrated_loss")
-        print0(f"  calibrated (temperature {figures['temperature']:.3f}): {loss}")
-        if settings.baseline is not None:
-            print0(f"  its difference: {format_figure(figures, 'calibrated_difference', '+.4f')}")
 
 
 def main() -> None:

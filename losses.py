@@ -7,11 +7,11 @@ float32, or in float64 if their input has that dtype.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.device import evaluating
 
@@ -40,37 +40,26 @@ def scatter_to_mask(values: Tensor, mask: Tensor) -> Tensor:
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
-def language_model_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return the mean cross-entropy in nats over all targets of batches, or infinity without any.
+def token_losses(
+    model: Any, batches: Iterable[tuple[Tensor, Tensor]], temperatures: Sequence[float] = (1.0,)
+) -> Tensor:
+    """Return the cross-entropies (K, n) float32 in nats of all n targets at K temperatures.
 
-    batches: pairs x, y of (B, T) int64; targets of -1 are ignored. `model(x, y)` returns logits
-    and the mean loss over the targets; it is called without dropout.
+    model: a module with the methods `trunk` and `logits` of GPT; it is called without dropout. Its
+    distribution at a temperature is softmax(logits / temperature). batches: pairs x, y of (B, T)
+    int64; targets of -1 are ignored. The result is on the CPU.
     """
-    total = 0.0
-    num_targets = 0
+    parts = [torch.empty(len(temperatures), 0)]
     with evaluating(model):
         for x, y in batches:
-            count = int((y != -1).sum())
-            if count > 0:  # the mean loss over no targets is NaN
-                total += float(model(x, y)[1]) * count
-                num_targets += count
-    if num_targets == 0:
-        return math.inf
-    return total / num_targets
-
-
-def text_log_probs(model: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return log-probabilities (n,) float32, on the CPU, of all targets of batches.
-
-    model: a module with the methods `trunk` and `logits` of GPT; it is called without dropout.
-    batches: pairs x, y of (B, T) int64, without targets of -1.
-    """
-    parts = [torch.empty(0)]
-    with evaluating(model):
-        for x, y in batches:
-            logits = model.logits(model.trunk(x))
-            parts.append(token_log_probs(logits, y).flatten().cpu())
-    return torch.cat(parts)
+            logits = model.logits(model.trunk(x))  # (B, T, V)
+            is_target = y != -1
+            losses = []
+            for temperature in temperatures:
+                log_probs = token_log_probs(logits / temperature, y.clamp(min=0))  # (B, T)
+                losses.append(-log_probs[is_target])
+            parts.append(torch.stack(losses).cpu())  # (K, targets of the batch)
+    return torch.cat(parts, 1)
 
 
 def perplexity(loss: float) -> float:

@@ -33,7 +33,7 @@ from common.process import run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.corpus import Corpus, open_corpus
 from data_loader import WholeSplitBatches, get_batch, validation_part
-from losses import perplexity, text_log_probs
+from losses import perplexity, token_losses
 from metrics.bootstrap import bootstrap_blocks
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
@@ -441,7 +441,7 @@ def measure(
     own_batches = itertools.islice(batches, share.start, share.stop)
     shown_batches = counted(own_batches, share.stop - share.start, "Evaluating")
     with autocast(device, dtype):
-        losses = -torch.cat(ranks.collect(text_log_probs(model, shown_batches)))
+        losses = torch.cat(ranks.collect(token_losses(model, shown_batches)[0]))
         result: dict[str, Any] = ranks.run_on_rank0(
             lambda: bootstrap_blocks(name, losses, corpus.interval_tokens, settings.seed)
         )

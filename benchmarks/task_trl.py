@@ -51,7 +51,7 @@ from generation.completions import Completions
 from interop.crossover_reward import CrossoverReward, load_model
 from interop.samples import complete
 from metrics.samples import words_of
-from metrics.text_quality import Continuations, TextQuality
+from metrics.text_quality import TextQuality, written_rows
 from training.huggingface import import_optional
 
 LONGEST = 8
@@ -111,9 +111,9 @@ def main() -> None:
     settings.text = settings.text or package_text(settings)
     whole, tokenizer, blocks, held_out = load(settings)
     fitted, measured, judged = held_out.split((FITTED, MEASURED, len(held_out) - FITTED - MEASURED))
+    library = tokenizer.decode(judged.flatten())
     tokens = measured.flatten().numpy()
-    rows = Continuations(tokenizer, tokens, LENGTH, MEASURED - 1, PROMPT / LENGTH)
-    quality = TextQuality(tokenizer.decode(judged.flatten()), rows, rows)
+    quality = TextQuality(tokenizer, library, tokens, LENGTH, MEASURED - 1, PROMPT / LENGTH)
 
     floor = f"{settings.out_dir}/floor"
     path = Path(settings.out_dir, "results.json")
@@ -198,17 +198,19 @@ def measure(completer: Any, quality: TextQuality) -> dict[str, Any]:
     """Return figures of a model's completions, and its loss on natural text in nats per token, at
     both temperatures.
     """
-    rows = quality.report
+    natural = quality.report.natural  # (R, N)
     sweep = quality.of_model(completer)
-    logits = completer.model(input_ids=rows.rows).logits[:, :-1].transpose(1, 2)  # (R, V, N - 1)
+    logits = completer.model(input_ids=natural).logits[:, :-1].transpose(1, 2)  # (R, V, N - 1)
     results = {"sweep": sweep, "natural text": quality.natural}
-    results["natural text"]["task"] = np.mean(short_words(rows.natural)).item()
+    _, natural_texts = quality.texts(quality.natural_rows)
+    results["natural text"]["task"] = np.mean(short_words(natural_texts)).item()
     for kind, temperature in (("natural diversity", sweep["temperature"]), ("temperature 1", 1.0)):
-        texts = rows.texts(rows.complete(completer, temperature))
+        rows = written_rows(quality.report, completer, temperature)
+        _, texts = quality.texts(rows)
         results[kind] = {
             "task": np.mean(short_words(texts)).item(),
-            **quality.figures(texts, rows.prompts),
-            "natural_loss": cross_entropy(logits / temperature, rows.rows[:, 1:]).item(),
+            **quality.figures(rows),
+            "natural_loss": cross_entropy(logits / temperature, natural[:, 1:]).item(),
             "temperature": temperature,
             "texts": texts,
         }

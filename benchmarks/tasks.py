@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.task_curves import Record, show
 from benchmarks.task_rewards import TASKS
@@ -35,6 +36,7 @@ from common.settings import Errors, Settings, parse_settings, setting
 from corpus.corpus import open_corpus
 from evaluate import EvaluateSettings, load_model, load_text_quality, measure_losses
 from generation.completions import Completer
+from metrics.text_quality import written_rows
 from training.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -152,27 +154,27 @@ class Measure:
         self.corpus = open_corpus(PLAY, 2)
         self.tokens = np.fromfile(self.corpus.folder / "test.bin", np.uint16)
         length = load_checkpoint(start)["config"].block_size
-        self.quality, _ = load_text_quality(self.settings, self.corpus, self.tokens, length)
+        self.quality = load_text_quality(self.settings, self.corpus, self.tokens, length)
 
-    def of_texts(self, texts: Sequence[str], prompts: Sequence[str]) -> Record:
-        """Return the figures of texts (R) that continue prompts (R), with both tasks' rewards."""
-        figures = self.quality.figures(texts, prompts)
+    def of_rows(self, rows: Tensor) -> Record:
+        """Return the figures of rows (R, N), with both tasks' rewards."""
+        figures = self.quality.figures(rows)
+        _, texts = self.quality.texts(rows)
         for task, reward in TASKS.items():
             figures[task] = statistics.mean(reward(texts))
         return figures
 
     def of_natural_text(self) -> Record:
         """Return the figures of the test text itself, after the same prompts."""
-        report = self.quality.report
-        return {"at_natural": self.of_texts(report.natural, report.prompts[:: report.spacing])}
+        return {"at_natural": self.of_rows(self.quality.natural_rows)}
 
     def __call__(self, path: str) -> Record:
         """Return a model's figures: its loss, and those of its text at two temperatures.
 
         at_natural is of the temperature of natural diversity, at_1 of temperature 1.
         """
-        model = load_model(path, self.settings, self.corpus, torch.device("cpu"))
-        _, losses = measure_losses(model, self.corpus, self.tokens, self.settings, path)
+        model = load_model(path, self.corpus, torch.device("cpu"))
+        _, losses = measure_losses(model, self.corpus, self.tokens, self.settings, path, {})
         completer = Completer(model, model.config.block_size)
         quality = self.quality.of_model(completer)
         record = {
@@ -180,10 +182,9 @@ class Measure:
             "temperature": quality["temperature"],
             "is_reached": quality["is_reached"],
         }
-        report = self.quality.report
         for name, temperature in (("at_natural", quality["temperature"]), ("at_1", 1.0)):
-            texts = report.texts(report.complete(completer, temperature))
-            record[name] = self.of_texts(texts, report.prompts)
+            rows = written_rows(self.quality.report, completer, temperature)
+            record[name] = self.of_rows(rows)
         return record
 
 

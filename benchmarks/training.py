@@ -23,7 +23,7 @@ from benchmarks.compare import as_words, compare, time_python
 from common.process import run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from data_loader import WholeSplitBatches, dataset_folder, open_token_file
-from losses import language_model_loss
+from losses import token_losses
 from training.checkpoint import build_model, load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,7 +131,7 @@ def whole_split_loss(path: Path, corpus: Path) -> float:
     model = build_model(load_checkpoint(path), path)
     tokens = open_token_file(corpus / "val.bin", "val", model.config.vocab_size)
     batches = WholeSplitBatches(tokens, model.config.block_size, 64, torch.device("cpu"))
-    return language_model_loss(model, batches)
+    return token_losses(model, batches).mean().item()
 
 
 if __name__ == "__main__":

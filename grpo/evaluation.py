@@ -16,11 +16,11 @@ from common.log import counted
 from corpus.corpus import Corpus
 from data_loader import WholeSplitBatches
 from generation.completions import Completer
-from generation.sampling import Sampling
+from generation.prompts import draw_prompts
 from grpo.policy_loss import kl_estimate
 from grpo.rewards import named_rewards, sequence_rewards
-from grpo.rollouts import draw_prompts, written_mask
-from losses import text_log_probs
+from grpo.rollouts import written_mask
+from losses import token_losses
 from metrics.bootstrap import bootstrap_blocks, bootstrap_mean
 from reward.scorer import RewardScorer
 
@@ -58,7 +58,7 @@ class PolicyEvaluation:
             self.tokens, self.length, policy.rows_at_a_time(), self.device, EVAL_TOKENS
         )
         with autocast(self.device):
-            losses = -text_log_probs(policy, counted(batches, len(batches), "Evaluating"))
+            losses = token_losses(policy, counted(batches, len(batches), "Evaluating"))[0]
         figures: dict[str, Any] = bootstrap_blocks(
             "select_loss", losses, self.corpus.interval_tokens, self.seed
         )
@@ -72,7 +72,7 @@ class PolicyEvaluation:
         natural = prompts.natural.to(self.device)  # (P, N)
         mask = written_mask(prompts.prefix_lengths, self.length).to(self.device)  # (R, N - 1)
         with autocast(self.device):
-            completions = completer(natural, prompts.prefix_lengths, prompts.uniforms, Sampling())
+            completions = prompts.complete(completer)
         completer.release()
         ids = completions.ids.flatten(0, 1)  # (R, N)
         log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (R, N - 1)

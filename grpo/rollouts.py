@@ -8,52 +8,17 @@ channels; m tokens that the policy generated.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.device import autocast, random_stream
-from data_loader import check_length, text_rows
+from common.device import autocast
 from generation.completions import Completer
-from generation.sampling import Sampling
+from generation.prompts import draw_prompts
 from grpo.settings import GRPOSettings
 from losses import scatter_to_mask, token_log_probs
 from model import GPT
-
-
-class Prompts(NamedTuple):
-    """Prompts for P groups of G completions."""
-
-    natural: Tensor  # (P, N) int64: natural text; the first tokens of a row are its prompt
-    prefix_lengths: Tensor  # (P, G) int64: tokens of the prompt, equal within a group
-    uniforms: Tensor  # (P, G, N) float32 in [0, 1): they decide which tokens are sampled
-
-
-def draw_prompts(
-    tokens: np.ndarray,
-    length: int,
-    num_prompts: int,
-    group_size: int,
-    seed: int,
-    *purpose: str | int,
-) -> Prompts:
-    """Draw prompts from natural text (n,), as a function of seed and purpose.
-
-    Each prompt starts at a uniform offset. Its length is uniform on [1, length / 2]. Raise
-    UserError if the text has fewer than `length` tokens.
-    """
-    check_length(tokens, length)
-    draw = random_stream(seed, *purpose)
-    offsets = draw.integers(0, len(tokens) - length + 1, size=num_prompts)
-    lengths = draw.integers(1, max(1, length // 2) + 1, size=num_prompts)
-    uniforms = draw.random((num_prompts, group_size, length), dtype=np.float32)
-    return Prompts(
-        text_rows(tokens, offsets, length),
-        torch.from_numpy(lengths)[:, None].expand(num_prompts, group_size),
-        torch.from_numpy(uniforms),
-    )
 
 
 def written_mask(prefix_lengths: Tensor, length: int) -> Tensor:
@@ -128,11 +93,10 @@ def sample(
     N = completer.length
     prompts = draw_prompts(tokens, N, P, G, settings.seed, "rollout", step)
     mask = written_mask(prompts.prefix_lengths, N).to(device)  # (R, N - 1)
-    natural = prompts.natural.to(device)  # (P, N)
     if is_natural:
-        return Rollouts(natural, mask, None)
+        return Rollouts(prompts.natural.to(device), mask, None)
     with autocast(device):
-        completions = completer(natural, prompts.prefix_lengths, prompts.uniforms, Sampling())
+        completions = prompts.complete(completer)
     completer.release()  # the update needs the memory
     ids = completions.ids.flatten(0, 1)  # (P, G, N) -> (R, N)
     log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (P, G, N) -> (R, N - 1)

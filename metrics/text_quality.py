@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.device import float64, random_stream
-from data_loader import check_length, text_rows
+from common.device import float64
 from generation.completions import Completer
-from generation.sampling import Sampling
+from generation.prompts import Prompts, spread_prompts
 from metrics.bootstrap import bootstrap_interval, bootstrap_mean, widened
 from metrics.judge import Judge
 from metrics.samples import count_unknown, words_of
@@ -28,73 +27,21 @@ from tokenization_manager import TokenizationManager
 
 TEMPERATURES = (0.45, 0.6, 0.75, 0.9, 1.05, 1.4)
 SEED = 42  # of samples and intervals
-# The pairs that are compared, as a share of natural text's: generated text may have fewer, and the
-# jackknife leaves out an eighth of it.
+SWEEP_SAMPLES = 128  # at each temperature, to choose one
+PROMPT_SHARE = 1 / 8  # of a row; the model writes the rest
+# How many pairs of words are compared, as a share of those in the natural text. Generated text may
+# have fewer pairs, and the jackknife leaves out an eighth of it.
 PAIRS_SHARE = 0.75
 NUM_FOLDS = 8  # of the sweep's samples, for the error of the temperature
 
 
-class Continuations:
-    """Rows of natural text (R, N), whose first tokens are prompts that models continue.
-
-    prompts, natural: the texts (R) of the prompts and of what follows them in the natural text, the
-    latter without rows that overlap others, so that no text is there twice.
-    """
-
-    def __init__(
-        self,
-        tokenizer: TokenizationManager,
-        tokens: np.ndarray,
-        length: int,
-        count: int,
-        prompt_share: float,
-    ) -> None:
-        """Take R = count rows of N = length tokens, evenly spaced in tokens (n,) from a random one.
-
-        prompt_share: the prompt's share of a row. Raise UserError if there are fewer than N tokens.
-        """
-        check_length(tokens, length)
-        self.tokenizer = tokenizer
-        draw = random_stream(SEED, "samples")
-        distance = (len(tokens) - length + 1) / count  # of the starts of rows
-        starts = ((np.arange(count) + draw.random()) * distance).astype(int)
-        self.rows = text_rows(tokens, starts, length)  # (R, N)
-        self.prompt_length = max(1, int(prompt_share * length))
-        uniforms = draw.random((count, 1, length), dtype=np.float32)
-        self.uniforms = torch.from_numpy(uniforms)
-        self.prompts = [self.decode(row[: self.prompt_length]) for row in self.rows]
-        self.spacing = math.ceil(length / distance)
-        self.natural = self.texts(self.rows)[:: self.spacing]
-
-    def decode(self, ids: Tensor) -> str:
-        """Return the text of ids (T,) up to its last whole character."""
-        return self.tokenizer.decode(ids.numpy()).rstrip("\ufffd")
-
-    def texts(self, rows: Tensor) -> list[str]:
-        """Return the text after the prompt of each row (R, N)."""
-        texts = []
-        for row, prompt in zip(rows, self.prompts, strict=True):
-            texts.append(self.decode(row)[len(prompt) :])
-        return texts
-
-    def complete(self, completer: Completer, temperature: float) -> Tensor:
-        """Let a model continue the prompts; return rows (R, N) int64 on the CPU.
-
-        The random numbers are the same in every call.
-        """
-        device = next(completer.model.parameters()).device
-        lengths = torch.full((len(self.rows), 1), self.prompt_length)
-        completions = completer(self.rows.to(device), lengths, self.uniforms, Sampling(temperature))
-        return completions.ids.squeeze(1).cpu()
-
-
 class DistinctPairs:
-    """Measures the share of distinct pairs of consecutive words, ignoring case.
+    """Measures diversity: the share of pairs of consecutive words that are distinct.
 
-    The share falls with the number of pairs. So it is that of a random part of the pairs, as many
-    as three quarters of the natural texts'. If most letters of these are of scripts without spaces
-    between words, pairs of characters take the place of pairs of words. The first and the last word
-    of each text do not count, because they may be cut.
+    More text has a lower share, because its pairs repeat. Every text is therefore measured by the
+    same number of its pairs: three quarters of the number in the natural texts. Case is ignored,
+    and so are the first and the last word of a text, which may be cut. If most letters of the
+    natural texts belong to scripts without spaces, pairs of characters replace pairs of words.
     """
 
     def __init__(self, natural: Sequence[str]) -> None:
@@ -107,7 +54,7 @@ class DistinctPairs:
         self.size = max(1, round(PAIRS_SHARE * len(self.pairs(natural))))
 
     def pairs(self, texts: Sequence[str]) -> list[tuple[str, str]]:
-        """Return all pairs of the texts."""
+        """Return all pairs of consecutive words, or of characters, within each text."""
         pairs: list[tuple[str, str]] = []
         for text in texts:
             units = words_of(text)
@@ -117,7 +64,7 @@ class DistinctPairs:
         return pairs
 
     def __call__(self, texts: Sequence[str]) -> float:
-        """Return the expected share of a random part's pairs that are distinct, 0 without pairs.
+        """Return the expected share of distinct pairs among `size` pairs, or 0 without pairs.
 
         Of n pairs, m are drawn without replacement. A pair that occurs c times is among them with
         probability 1 - C(n - c, m) / C(n, m) (Hurlbert 1971, "The nonconcept of species diversity",
@@ -135,25 +82,58 @@ class DistinctPairs:
 
 
 class TextQuality:
-    """Compares generated text with natural text: diversity, a judge's loss and unknown words.
+    """Compares the text of models with natural text: diversity, a judge's loss and unknown words.
 
-    library: the natural texts that the judge and the known words come from. sweep, report: rows of
-    one text that models continue for the choice of the temperature, and for the figures.
+    Models complete prompts from one natural text. `sweep` has the prompts with which a temperature
+    is chosen, `report` those of the figures at that temperature.
     """
 
-    def __init__(self, library: str, sweep: Continuations, report: Continuations) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizationManager,
+        library: str,
+        tokens: np.ndarray,
+        length: int,
+        num_samples: int,
+        prompt_share: float = PROMPT_SHARE,
+    ) -> None:
+        """Take prompts from a natural text (n,), in rows of N = length tokens.
+
+        library: natural texts from which the judge and the known words come.
+        """
+        self.tokenizer = tokenizer
+        self.tokens = tokens
         self.judge = Judge(library)
         self.known_words = frozenset(words_of(library))
-        self.sweep = sweep
-        self.report = report
-        self.distinct_pairs = DistinctPairs(sweep.natural)
-        self.natural = self.figures(report.natural, report.prompts[:: report.spacing])
+        num_swept = min(SWEEP_SAMPLES, num_samples)
+        self.sweep = spread_prompts(tokens, length, num_swept, prompt_share, SEED)
+        self.report = spread_prompts(tokens, length, num_samples, prompt_share, SEED)
+        self.prompt_length = int(self.report.prefix_lengths[0])
+        # Rows may overlap. Of natural text only rows that do not are used, so that no text counts
+        # twice.
+        num_starts = len(tokens) - length + 1
+        swept = self.sweep.natural[:: math.ceil(length / (num_starts / num_swept))]
+        self.distinct_pairs = DistinctPairs(self.texts(swept)[1])
+        self.natural_rows = self.report.natural[:: math.ceil(length / (num_starts / num_samples))]
+        self.natural = self.figures(self.natural_rows)
 
-    def figures(self, texts: Sequence[str], prompts: Sequence[str]) -> dict[str, Any]:
-        """Return the three figures of texts (R), each of which continues a prompt.
+    def texts(self, rows: Tensor) -> tuple[list[str], list[str]]:
+        """Return the texts of the prompts, and what follows them, of rows (R, N).
 
-        unknown_words is None where there are no words.
+        A character that is not whole at the end of a prompt or row is left out.
         """
+        prompts = []
+        texts = []
+        for row in rows.numpy():
+            prompt = self.tokenizer.decode(row[: self.prompt_length]).rstrip("\ufffd")
+            text = self.tokenizer.decode(row).rstrip("\ufffd")
+            prompts.append(prompt)
+            texts.append(text[len(prompt) :])
+        return prompts, texts
+
+    def figures(self, rows: Tensor) -> dict[str, Any]:
+        """Return the three figures of rows (R, N); unknown_words is None if there are no words."""
+        prompts, texts = self.texts(rows)
         return {
             "distinct_pairs": self.distinct_pairs(texts),
             "judge_loss": self.judge.loss(texts, prompts).mean().item(),
@@ -176,24 +156,22 @@ class TextQuality:
         has the error of the temperature. The share of distinct pairs has none, because a resample
         has the same samples several times.
         """
-        swept = [
-            self.sweep.texts(self.sweep.complete(completer, temperature))
-            for temperature in TEMPERATURES
-        ]
         sweep = []
-        for temperature, texts in zip(TEMPERATURES, swept, strict=True):
-            sweep.append({"temperature": temperature, **self.figures(texts, self.sweep.prompts)})
-        target = self.natural["distinct_pairs"]
+        swept = []
+        for temperature in TEMPERATURES:
+            rows = written_rows(self.sweep, completer, temperature)
+            sweep.append({"temperature": temperature, **self.figures(rows)})
+            swept.append(self.texts(rows)[1])
         diversity = [point["distinct_pairs"] for point in sweep]
+        target = self.natural["distinct_pairs"]
         temperature = temperature_at(target, diversity)
-        error = self.temperature_error(swept, target)
-        slope = np.interp(
-            temperature,
-            TEMPERATURES,
-            np.gradient([point["judge_loss"] for point in sweep], TEMPERATURES),
-        )
-        texts = self.report.texts(self.report.complete(completer, temperature))
-        losses = torch.from_numpy(self.judge.loss(texts, self.report.prompts))
+        slopes = np.gradient([point["judge_loss"] for point in sweep], TEMPERATURES)
+        slope = np.interp(temperature, TEMPERATURES, slopes)
+        error = abs(float(slope * self.temperature_error(swept, target)))
+
+        rows = written_rows(self.report, completer, temperature)
+        prompts, texts = self.texts(rows)
+        losses = torch.from_numpy(self.judge.loss(texts, prompts))
         counts = self.count_words(texts)
 
         def share_unknown(pick: Tensor) -> Tensor:
@@ -205,8 +183,8 @@ class TextQuality:
             "temperature": temperature,
             "is_reached": 0 < target < 1 and diversity[0] < target < max(diversity),
             "distinct_pairs": self.distinct_pairs(texts),
-            **widened("judge_loss", bootstrap_mean("judge_loss", losses, SEED), slope * error),
-            "judge_loss_error": abs(float(slope * error)),
+            **widened("judge_loss", bootstrap_mean("judge_loss", losses, SEED), error),
+            "judge_loss_error": error,
             "unknown_words": share_of_unknown(counts),
             "unknown_words_low": low,
             "unknown_words_high": high,
@@ -225,10 +203,16 @@ class TextQuality:
         for fold in range(NUM_FOLDS):
             diversity = []
             for texts in swept:
-                kept = [text for row, text in enumerate(texts) if row % NUM_FOLDS != fold]
+                kept = list(texts)
+                del kept[fold::NUM_FOLDS]
                 diversity.append(self.distinct_pairs(kept))
             temperatures.append(temperature_at(target, diversity))
         return float(np.std(temperatures) * np.sqrt(NUM_FOLDS - 1))
+
+
+def written_rows(prompts: Prompts, completer: Completer, temperature: float) -> Tensor:
+    """Return the rows (R, N) int64 that a model makes of prompts, on the CPU."""
+    return prompts.complete(completer, temperature).ids.squeeze(1).cpu()
 
 
 def share_of_unknown(counts: Tensor) -> float | None:

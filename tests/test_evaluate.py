@@ -25,8 +25,8 @@ from common.files import read_json
 from corpus import corpus as corpus_module
 from corpus.corpus import open_corpus
 from data_loader import WholeSplitBatches, validation_part
-from evaluate import calculate_perplexity, is_ours, save_temperature
-from losses import text_log_probs
+from evaluate import calculate_perplexity, save_temperature
+from losses import token_losses
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 
@@ -65,7 +65,7 @@ def test_figures_are_those_of_the_losses(tmp_path, corpus, generator, natural_mo
     for path in (generator, natural_model):
         model = build_model(load_checkpoint(path), path)
         tokens = validation_part(open_corpus(str(corpus), 2).val, 16, "report")
-        losses[path] = -text_log_probs(model, WholeSplitBatches(tokens, 16, 7))
+        losses[path] = token_losses(model, WholeSplitBatches(tokens, 16, 7))[0]
     assert figures["tokens"] == len(losses[generator])
     assert figures["loss"] == pytest.approx(losses[natural_model].mean().item(), abs=1e-6)
     assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))
@@ -115,16 +115,17 @@ def test_quality_of_text_and_passages_with_their_p_natural(
     assert {share for _, share in again["passages"][0]["completion"]} == {None}
 
 
-def test_a_temperature_is_written_only_beside_models_of_the_run(tmp_path, generator):
-    own = Path(shutil.copy(generator, tmp_path / "own.pt"))
+def test_a_temperature_is_written_only_beside_models_of_the_run(tmp_path):
     lent = tmp_path / "elsewhere/lent.pt"
     lent.parent.mkdir()
-    lent.touch()
-    output = str(tmp_path / "figures.json")
-    assert is_ours(str(own), output) and not is_ours(str(lent), output)
-    assert is_ours(str(lent), None) and not is_ours("gpt2", None)
-    save_temperature(str(own), 0.75)
-    assert read_json(tmp_path / "own.sampling.json") == {"temperature": 0.75}
+    for path in (lent, tmp_path / "own.pt"):
+        path.touch()
+        save_temperature(str(path), 0.75, str(tmp_path / "figures.json"))
+        assert path.with_suffix(".sampling.json").is_file() == (path != lent)
+    save_temperature(str(lent), 0.5, None)
+    assert read_json(tmp_path / "elsewhere/lent.sampling.json") == {"temperature": 0.5}
+    save_temperature("gpt2", 0.5, None)
+    assert not list(Path().glob("*.sampling.json"))
 
 
 def test_the_test_split_is_a_file_of_its_own(tmp_path, corpus, generator):
@@ -134,7 +135,7 @@ def test_the_test_split_is_a_file_of_its_own(tmp_path, corpus, generator):
     assert "test.bin" in refuse_in_one_line("evaluate", **options)
     tokens = np.fromfile(folder / "val.bin", np.uint16)
     tokens[::-1].tofile(folder / "test.bin")
-    assert succeed("evaluate", **options).startswith(f"{generator}: loss ")
+    assert succeed("evaluate", **options).startswith(f"{generator}:\n  loss ")
 
 
 def test_what_cannot_be_compared_or_asked_for_is_refused(

@@ -7,8 +7,9 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from losses import language_model_loss, perplexity, text_log_probs, token_log_probs
+from losses import perplexity, token_log_probs, token_losses
 from model import GPT, GPTConfig
 
 
@@ -36,25 +37,21 @@ def test_token_log_probs_equal_log_softmax_with_gradient(dtype):
     torch.testing.assert_close(ours.grad, plain.grad, rtol=tolerance, atol=tolerance)
 
 
-def tiny_gpt(dropout: float = 0.0) -> GPT:
+def test_losses_of_a_text_at_several_temperatures():
+    """They are without dropout and gradients, and leave the model in training mode."""
     torch.manual_seed(0)
-    return GPT(
-        GPTConfig(block_size=4, vocab_size=7, n_layer=1, n_head=1, n_embd=8, dropout=dropout)
-    )
-
-
-def test_log_probs_of_a_text_and_its_loss_agree():
-    """Both run without dropout, and leave the model in training mode."""
-    model = tiny_gpt(dropout=0.5).train()
+    config = GPTConfig(block_size=4, vocab_size=7, n_layer=1, n_head=1, n_embd=8, dropout=0.5)
+    model = GPT(config).train()
     x, y = torch.randint(7, (2, 5, 4))
-    batches = [(x[:3], y[:3]), (x[3:], y[3:])]
-    log_probs = text_log_probs(model, batches)
-    total = language_model_loss(model, batches)
-    assert model.training and log_probs.shape == (20,) and not log_probs.requires_grad
+    y[0, :3] = -1  # no targets
+    losses = token_losses(model, [(x[:3], y[:3]), (x[3:], y[3:])], [1.0, 1.5])
+    assert model.training and losses.shape == (2, 17) and not losses.requires_grad
     logits, loss = model.eval()(x, y)
-    torch.testing.assert_close(log_probs, token_log_probs(logits, y).flatten().detach())
-    assert total == pytest.approx(-log_probs.mean().item(), rel=1e-5)
-    assert total == pytest.approx(loss.item(), rel=1e-5)
+    assert losses[0].mean().item() == pytest.approx(loss.item(), rel=1e-5)
+    flat = (logits / 1.5).flatten(0, 1)
+    by_hand = F.cross_entropy(flat, y.flatten(), ignore_index=-1, reduction="none")
+    torch.testing.assert_close(losses[1], by_hand[3:].detach())
+    assert token_losses(model, []).shape == (1, 0)
 
 
 def test_perplexity_by_hand():

@@ -14,7 +14,6 @@ import torch
 
 from metrics.text_quality import (
     TEMPERATURES,
-    Continuations,
     DistinctPairs,
     TextQuality,
     temperature_at,
@@ -42,8 +41,7 @@ def test_scripts_without_spaces_have_pairs_of_characters():
     assert not measure.has_words
     assert measure.pairs(["你今天天气好"]) == [("今", "天"), ("天", "天"), ("天", "气")]
     tokenizer = TokenizationManager.from_text(text)
-    rows = Continuations(tokenizer, tokenizer.encode(text), 20, 9, 0.2)
-    quality = TextQuality(text, rows, rows)
+    quality = TextQuality(tokenizer, text, tokenizer.encode(text), 20, 9, 0.2)
     assert quality.natural["unknown_words"] is None and quality.natural["judge_loss"] > 0
     assert DistinctPairs(["한국어 문장 하나 둘 셋, 你好"]).has_words
 
@@ -81,12 +79,7 @@ DIGITS = str.maketrans("0123456789", "abcdefghij")
 def test_the_temperature_is_that_of_natural_diversity(share, is_reached):
     natural = words(np.random.default_rng(1).random(20_000), share)
     tokenizer = TokenizationManager.from_text("abcdefghijklmnopqrstuvwxyz ")
-    tokens = tokenizer.encode(natural)
-    select, report = (
-        Continuations(tokenizer, part, 128, 40, 1 / 8)
-        for part in (tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :])
-    )
-    measure = TextQuality(natural, select, report)
+    measure = TextQuality(tokenizer, natural, tokenizer.encode(natural), 128, 40)
     found = measure.of_model(Writer(tokenizer))
     diversity = [point["distinct_pairs"] for point in found["sweep"]]
     assert diversity == sorted(diversity)
@@ -115,12 +108,12 @@ def test_the_temperature_of_a_share_by_hand():
     assert temperature_at(1.0, [1.0] * 6) == TEMPERATURES[0]
 
 
-def test_rows_are_spread_and_those_of_the_natural_texts_do_not_overlap():
-    tokenizer = TokenizationManager.from_text("".join(map(chr, range(500))))
-    text = Continuations(tokenizer, np.arange(500), 100, 10, 0.2)
-    assert text.rows[:, 0].diff().unique().tolist() == [40, 41]
-    assert set(map(len, text.prompts)) == {20} and len(text.prompts) == 10
-    assert len(text.natural) == 4 and len(set("".join(text.natural))) == 4 * 80
+def test_natural_texts_are_rows_that_do_not_overlap():
+    text = "".join(map(chr, range(500)))
+    quality = TextQuality(TokenizationManager.from_text(text), text, np.arange(500), 100, 10, 0.2)
+    assert quality.report.natural[:, 0].diff().unique().tolist() == [40, 41]
+    prompts, texts = quality.texts(quality.natural_rows)
+    assert list(map(len, prompts)) == [20] * 4 and len(set("".join(texts))) == 4 * 80
 
 
 def test_characters_in_parts_belong_to_what_is_written():
@@ -131,6 +124,6 @@ def test_characters_in_parts_belong_to_what_is_written():
             return bytes(ids.tolist()).decode(errors="replace")
 
     tokens = np.frombuffer("naïve café".encode()[:-1], np.uint8)
-    text = Continuations(Bytes(), tokens, 11, 1, 0.3)
-    assert text.prompt_length == 3  # within the character after "na"
-    assert text.prompts == ["na"] and text.natural == ["ïve caf"]
+    quality = TextQuality(Bytes(), "naïve", tokens, 11, 2, 0.3)
+    assert quality.prompt_length == 3  # within the character after "na"
+    assert quality.texts(quality.natural_rows) == (["na"], ["ïve caf"])

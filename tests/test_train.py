@@ -311,7 +311,7 @@ def test_ranks_share_out_an_evaluation_in_batches_that_fit(
     for rank in range(num_ranks):
         train.measure(model, data, settings, Ranks(rank, num_ranks), torch.float32, "val_loss")
     assert torch.equal(
-        torch.cat(parts), train.text_log_probs(model, train.WholeSplitBatches(data.val, 16, 3))
+        torch.cat(parts), train.token_losses(model, train.WholeSplitBatches(data.val, 16, 3))[0]
     )
     assert max(map(len, parts)) <= len(data.val) / num_ranks + 3 * 16
 
@@ -325,7 +325,7 @@ def test_val_loss_is_of_the_kept_checkpoint(options, corpus, generator, how):
     training = checkpoint["training"]
     model = build_model(checkpoint)
     tokens = np.fromfile(corpus / "val.bin", np.uint16)
-    loss = -train.text_log_probs(model, train.WholeSplitBatches(tokens, 16, 9)).mean().item()
+    loss = train.token_losses(model, train.WholeSplitBatches(tokens, 16, 9)).mean().item()
     assert training["val_loss"] == pytest.approx(loss, abs=1e-5)
     final = read_records(path.with_suffix(".jsonl"))[-1]
     assert (final["val_loss"], final["kept_step"]) == (training["val_loss"], training["step"])
