@@ -1,25 +1,22 @@
-"""Tokens of a corpus, from a text or from token files, and batches of them.
+"""Open the token files of a corpus, divide its validation split, and make batches.
 
-    python -c "from data_loader import ValidationParts; print(ValidationParts.of(100))"
+    python -c "from data_loader import validation_parts; print(validation_parts(100))"
 
-Text mode reads, splits and encodes a text now. Binary mode memory-maps token files made earlier,
-which hold little-endian uint16 numbers and nothing else. B: sequences of a batch. T: their length.
+Token files hold little-endian uint16 numbers and nothing else. B: sequences of a batch. T: their
+length.
 """
 
-import math
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.random import Generator
 from torch import Tensor
 
-from common.files import hash_bytes, read_pieces
+from common.files import hash_bytes
 from common.process import UserError, require
-from tokenization_manager import TokenizationManager
 
 TOKEN_DTYPE = np.dtype("<u2")
 # The check for wider integers reads this many tokens at the start of a file ...
@@ -27,102 +24,10 @@ CHECKED_TOKENS = 1_000_000
 # ... and needs this many zeros at every second place; fewer can be chance.
 MIN_ZEROS = 32
 WHOLE_BATCH = slice(None)
-PART_CHARACTERS = 1 << 19  # encoded at once; a tokenizer takes up to 300 bytes for a character
-END_OF_WORD = re.compile(r"(?<=\S)[ \n]")
 
 
 class BinaryFileError(UserError):
     """A token file is missing, damaged, too short, or uses another vocabulary."""
-
-
-class TokenSplits(NamedTuple):
-    """Tokens of both splits, (num_tokens,) uint16 each; read-only memory maps in binary mode."""
-
-    train: np.ndarray
-    val: np.ndarray
-
-
-def text_file(data_path: str | Path) -> Path:
-    """Return the text file that a path names: the file itself, or input.txt in a folder."""
-    path = Path(data_path)
-    if path.is_dir():
-        return path / "input.txt"
-    return path
-
-
-def read_text(data_path: str | Path) -> str:
-    """Return the text of a UTF-8 file, or of input.txt in a folder."""
-    path = text_file(data_path)
-    require(
-        path.is_file(),
-        f"Data file not found: {path}: pass a text file, or a folder that holds input.txt",
-    )
-    return "".join(text_pieces(path))
-
-
-def text_pieces(path: str | Path) -> Iterator[str]:
-    """Yield the text of a UTF-8 file in pieces. Raise UserError for an empty or unreadable file."""
-    is_empty = True
-    for piece in read_pieces(path):
-        is_empty = False
-        yield piece
-    require(not is_empty, f"{path} is empty: it has no text")
-
-
-def split_boundary(num_characters: int, train_split: float = 0.9) -> int:
-    """Return how many characters are for training. Every script splits a text by this rule."""
-    boundary = 0
-    if 0 < train_split < 1:
-        boundary = int(num_characters * train_split)
-    require(
-        0 < boundary < num_characters,
-        f"train_split={train_split}: must be > 0 and < 1, and leave no part of {num_characters} "
-        "characters empty",
-    )
-    return boundary
-
-
-def encode_in_parts(pieces: Iterable[str], tokenizer: TokenizationManager) -> Iterator[np.ndarray]:
-    """Encode a text that comes in pieces; yield its tokens (n,) uint16, part by part.
-
-    A part ends before the first space or newline after PART_CHARACTERS, wherever the pieces end.
-    Characters, GPT-2's tokens and learned tokens do not depend on such a cut. A text without spaces
-    is cut at twice that length.
-    """
-    text = ""
-    for piece in pieces:
-        text += piece
-        while len(text) >= 2 * PART_CHARACTERS:
-            place = END_OF_WORD.search(text, PART_CHARACTERS, 2 * PART_CHARACTERS)
-            cut = 2 * PART_CHARACTERS
-            if place is not None:
-                cut = place.start()
-            yield tokenizer.encode(text[:cut])
-            text = text[cut:]
-    yield tokenizer.encode(text)
-
-
-def encode_text(text: str, tokenizer: TokenizationManager) -> np.ndarray:
-    """Return the tokens (n,) uint16 of a text, which is encoded in parts."""
-    starts = range(0, len(text), PART_CHARACTERS)
-    pieces = (text[start : start + PART_CHARACTERS] for start in starts)
-    return np.concatenate(list(encode_in_parts(pieces, tokenizer)))
-
-
-def split_and_encode(
-    text: str, tokenizer: TokenizationManager, train_split: float = 0.9
-) -> TokenSplits:
-    """Cut the text at `split_boundary`, then encode each part by itself."""
-    boundary = split_boundary(len(text), train_split)
-    train = encode_text(text[:boundary], tokenizer)
-    return TokenSplits(train, encode_text(text[boundary:], tokenizer))
-
-
-def load_text(
-    data_path: str | Path, tokenizer: TokenizationManager, train_split: float = 0.9
-) -> TokenSplits:
-    """Read, split and encode a text (text mode)."""
-    return split_and_encode(read_text(data_path), tokenizer, train_split)
 
 
 def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: int = 1) -> np.memmap:
@@ -155,62 +60,34 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
     return tokens
 
 
-def load_binary(
-    train_bin: str | Path, val_bin: str | Path, vocab_size: int, block_size: int = 1
-) -> TokenSplits:
-    """Open both token files (binary mode). Each must hold at least one block."""
-    return TokenSplits(
-        open_token_file(train_bin, "train", vocab_size, block_size),
-        open_token_file(val_bin, "val", vocab_size, block_size),
-    )
-
-
-def dataset_folder(name: str | Path) -> Path:
-    """Return the folder that `--dataset` names: an existing folder, else a name below data/."""
-    if Path(name).is_dir():
-        return Path(name)
-    return Path("data", name)
-
-
-def hash_tokens(tokens: np.ndarray) -> str:
-    """Return the sha256 of the tokens as uint16; a memory-mapped file and its text agree."""
-    return hash_bytes(np.ascontiguousarray(tokens, dtype=TOKEN_DTYPE).data)
-
-
 def data_record(train: np.ndarray, val: np.ndarray) -> dict[str, Any]:
     """Return a checkpoint's record of its data: sizes and hashes of both splits' tokens."""
     return {
         "train_tokens": len(train),
         "val_tokens": len(val),
-        "train_sha256": hash_tokens(train),
-        "val_sha256": hash_tokens(val),
+        "train_sha256": hash_bytes(train.data),
+        "val_sha256": hash_bytes(val.data),
     }
 
 
-class ValidationParts(NamedTuple):
-    """Block ranges of a validation split: for model selection, and for reported figures."""
+def validation_parts(num_blocks: int) -> dict[str, range]:
+    """Divide the blocks of a validation split: `select` chooses models, `report` gives the figures.
 
-    select: range
-    report: range
-
-    @staticmethod
-    def of(num_blocks: int) -> "ValidationParts":
-        """Divide a split: 0 to 40 % select, 50 to 100 % report. Nothing uses the rest.
-
-        The rest has at least 10 blocks. In a split of fewer than 22 blocks it has all of the first
-        half except one.
-        """
-        if num_blocks < 2:
-            return ValidationParts(range(num_blocks), range(num_blocks))
-        middle = num_blocks // 2
-        num_selecting = max(1, min(num_blocks * 2 // 5, middle - 10))
-        return ValidationParts(range(num_selecting), range(middle, num_blocks))
+    Blocks up to 40 % select, those from 50 % report. Nothing uses the rest, so that no text near to
+    a selecting one reports. The rest has at least 10 blocks. In a split of fewer than 22 blocks it
+    has all of the first half except one.
+    """
+    if num_blocks < 2:
+        return {"select": range(num_blocks), "report": range(num_blocks)}
+    middle = num_blocks // 2
+    num_selecting = max(1, min(num_blocks * 2 // 5, middle - 10))
+    return {"select": range(num_selecting), "report": range(middle, num_blocks)}
 
 
 def validation_part(tokens: np.ndarray, block_size: int, name: str) -> np.ndarray:
     """Return the tokens of the part 'select' or 'report', and the last target after it."""
     num_blocks = len(tokens) // block_size
-    blocks = getattr(ValidationParts.of(num_blocks), name)
+    blocks = validation_parts(num_blocks)[name]
     start = blocks.start * block_size
     if blocks.stop == num_blocks:
         return tokens[start:]  # with the tokens after the last whole block
@@ -280,29 +157,28 @@ class WholeSplitBatches:
             f"a split of {len(tokens)} tokens holds nothing to predict: 2 are needed",
         )
         self.tokens = tokens
-        self.block_size = block_size
-        self.batch_size = batch_size
         self.device = device
         num_windows = num_targets // block_size
-        self.num_full = num_windows
-        self.num_left = num_targets % block_size
+        count = num_windows
+        num_left = num_targets % block_size
         if most is not None and num_targets > most and num_windows > 0:
-            self.num_full = max(1, most // block_size)
-            self.num_left = 0
-        windows = evenly_spaced(np.arange(self.num_full), num_windows, max(1, self.num_full))
-        self.starts = windows * block_size
+            count = max(1, most // block_size)
+            num_left = 0
+        starts = evenly_spaced(np.arange(count), num_windows, max(1, count)) * block_size
+        # the starts of each batch's windows, and their length
+        self.batches = [
+            (starts[first : first + batch_size], block_size)
+            for first in range(0, count, batch_size)
+        ]
+        if num_left > 0:
+            self.batches.append((np.array([num_targets - num_left]), num_left))
 
     def __len__(self) -> int:
-        return math.ceil(self.num_full / self.batch_size) + (self.num_left > 0)
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for first in range(0, self.num_full, self.batch_size):
-            starts = self.starts[first : first + self.batch_size]
-            windows = text_rows(self.tokens, starts, self.block_size + 1)  # (B, T + 1)
-            yield _inputs_and_targets(windows, self.device)
-        if self.num_left:
-            start = np.array([len(self.tokens) - self.num_left - 1])
-            yield _inputs_and_targets(text_rows(self.tokens, start, self.num_left + 1), self.device)
+        for starts, length in self.batches:
+            yield _inputs_and_targets(text_rows(self.tokens, starts, length + 1), self.device)
 
 
 def _inputs_and_targets(windows: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:

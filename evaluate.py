@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from common.device import float64, select_device
-from common.files import write_json
+from common.files import read_text, write_json
 from common.log import counted, format_metrics, print0
 from common.process import require, run_main, warn
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.corpus import Corpus, open_corpus
-from data_loader import WholeSplitBatches, open_token_file, read_text, validation_part
+from data_loader import WholeSplitBatches, open_token_file, validation_part
 from generation.completions import Completer
 from generation.prompts import spread_prompts
 from grpo.evaluation import PolicyEvaluation

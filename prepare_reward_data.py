@@ -20,7 +20,8 @@ from common.files import atomic_folder, atomic_path
 from common.log import format_size, print0, progress
 from common.process import require, run_main
 from common.settings import parse_settings
-from data_loader import data_record, evenly_spaced, load_binary, load_text
+from corpus.encode import load_text
+from data_loader import data_record, evenly_spaced, open_token_file
 from generation.completions import Completer, generate
 from generation.sampling import Sampling
 from model import GPT, GPTConfig
@@ -171,8 +172,8 @@ def load_and_split_data(
 ) -> tuple[np.ndarray, np.ndarray, TokenizationManager]:
     """Return train and validation tokens (uint16) of a text, and the tokenizer detected for it."""
     tokenizer = TokenizationManager(data_path=data_path)
-    splits = load_text(data_path, tokenizer, train_split)
-    return splits.train, splits.val, tokenizer
+    train, val = load_text(data_path, tokenizer, train_split)
+    return train, val, tokenizer
 
 
 def generate_completion(
@@ -228,17 +229,18 @@ def run(config: RewardDataConfig) -> dict[str, Any]:
     )
     check_tokenizer(checkpoint, tokenizer)
     if config.input_mode == "text":
-        splits = load_text(corpus, tokenizer, config.train_split)
+        train_tokens, val_tokens = load_text(corpus, tokenizer, config.train_split)
     else:
-        splits = load_binary(corpus, config.val_bin or "", tokenizer.vocab_size, N)
+        train_tokens = open_token_file(corpus, "train", tokenizer.vocab_size, N)
+        val_tokens = open_token_file(config.val_bin or "", "val", tokenizer.vocab_size, N)
     print0(
         "Data loaded successfully:\n"
         f"  Tokenization: {tokenizer.method}\n"
         f"  Vocab size: {tokenizer.vocab_size}\n"
-        f"  Train tokens: {len(splits.train):,}\n"
-        f"  Val tokens: {len(splits.val):,}"
+        f"  Train tokens: {len(train_tokens):,}\n"
+        f"  Val tokens: {len(val_tokens):,}"
     )
-    data = data_record(splits.train, splits.val)
+    data = data_record(train_tokens, val_tokens)
     check_splits(checkpoint["data"], data, is_allowed=config.allow_split_mismatch)
 
     output = Path(config.output_dir).resolve()
@@ -256,9 +258,9 @@ def run(config: RewardDataConfig) -> dict[str, Any]:
         print0(f"Top-k: {config.top_k}")
     sampling = {name: getattr(config, name) for name in SAMPLING}
     print0("\n=== Generating Training Samples ===")
-    train = create_reward_samples(splits.train, model, model.config, device, **sampling)
+    train = create_reward_samples(train_tokens, model, model.config, device, **sampling)
     print0("\n=== Generating Validation Samples ===")
-    val = create_reward_samples(splits.val, model, model.config, device, **sampling, split="val")
+    val = create_reward_samples(val_tokens, model, model.config, device, **sampling, split="val")
 
     # files
     print0(f"\n=== Saving to {config.output_dir} ===")

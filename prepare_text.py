@@ -21,7 +21,7 @@ from corpus.encode import (
     prepare_texts,
     split_segments,
 )
-from tokenization_manager import MAX_VOCAB_SIZE, MIN_LEARNED_SIZE
+from tokenization_manager import MAX_VOCAB_SIZE, MIN_LEARNED_SIZE, TokenizationManager
 
 
 @dataclass
@@ -85,11 +85,16 @@ class PrepareTextSettings(Settings):
 def main() -> None:
     settings = parse_settings(PrepareTextSettings, "prepare_text")
     folder = settings.out_dir or f"data/{settings.name}"
-    texts = find_texts(settings.paths).values()
+    texts = find_texts(settings.paths)
     segments = split_segments(texts, settings.train_split)
-    tokenizer = make_tokenizer(
-        texts, segments, settings.tokenization, settings.vocab_size, settings.tokenizer
-    )
+    if settings.tokenizer is not None:
+        path = Path(settings.tokenizer)
+        if path.is_dir():
+            path = path / "tokenizer.json"
+        tokenizer = TokenizationManager("tokenizer", meta_path=path)
+    else:
+        method = str(settings.tokenization)
+        tokenizer = make_tokenizer(method, texts, segments, settings.vocab_size)
     prepare_texts(texts, folder, tokenizer, segments, settings.block_size)
     print(f"next: python train.py --dataset {settings.name or folder}")
 

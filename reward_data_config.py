@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common.files import dataset_folder, text_file
 from common.settings import Errors, Settings, setting
-from data_loader import dataset_folder, text_file
 from tokenization_manager import TokenizationInfo  # noqa: F401 (public here)
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from common.files import write_text
 from common.process import require, run_main, warn
 from common.settings import Settings, parse_settings
-from data_loader import ValidationParts, evenly_spaced
+from data_loader import evenly_spaced, validation_parts
 from tokenization_manager import TokenizationInfo
 
 FORMAT_VERSION = "1"
@@ -251,8 +251,8 @@ def check_model_compatibility(
 def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that select a model, and the rows that report its skill.
 
-    The parts are the natural text's (see ValidationParts), so no text is in both. A dataset without
-    samples_per_chunk counts as one sample for each block.
+    The parts are the natural text's, so no text is in both (see validation_parts). A dataset
+    without samples_per_chunk counts as one sample for each block.
     """
     rows = np.arange(len(dataset))
     per_block = dataset.samples_per_chunk or 1
@@ -264,8 +264,8 @@ def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray]:
     if dataset.val_tokens is not None:
         total = max(num_blocks, dataset.val_tokens // dataset.block_size)
     blocks = evenly_spaced(rows // per_block, total, num_blocks)
-    parts = ValidationParts.of(total)
-    return rows[blocks < parts.select.stop], rows[blocks >= parts.report.start]
+    parts = validation_parts(total)
+    return rows[blocks < parts["select"].stop], rows[blocks >= parts["report"].start]
 
 
 def print_dataset_info(data_dir: str | Path) -> None:

@@ -14,7 +14,7 @@ and the ledger has the same script, settings and hashes of inputs: repeat the co
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import tyro
 
 from common.device import random_stream, select_device
-from common.files import atomic_path, lock_output
+from common.files import atomic_path, dataset_folder, lock_output
 from common.log import print0
 from common.process import UserError, first_line, require, run_child, run_main, warn
 from common.settings import (
@@ -34,9 +34,8 @@ from common.settings import (
     setting,
     split_config,
 )
-from corpus.encode import find_texts, prepare_corpus, titles_of
+from corpus.encode import Text, find_texts, prepare_corpus, titles_of
 from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
-from data_loader import dataset_folder
 from evaluate import EvaluateSettings
 from grpo.settings import GRPOSettings
 from metrics.reward_skill import better_than_constant
@@ -399,7 +398,9 @@ def make(stage: Stage, ledger: Ledger, device: str) -> bool:
 # corpora and settings
 
 
-def make_own_corpora(settings: CycleSettings) -> dict[str, dict[str, Any]]:
+def make_own_corpora(
+    settings: CycleSettings, own: Sequence[Text], natural: Sequence[Text]
+) -> dict[str, dict[str, Any]]:
     """Make the corpora of the user's texts and name them in the settings; return the sizes of the
     models, by section.
     """
@@ -415,9 +416,7 @@ def make_own_corpora(settings: CycleSettings) -> dict[str, dict[str, Any]]:
         )
         tokenizer = TokenizationManager.from_record(checkpoint["tokenization"])
     folder = Path(str(settings.out_dir))
-    corpus, natural_corpus, num_tokens = make_corpora(
-        settings.text, settings.natural_text, tokenizer, folder
-    )
+    corpus, natural_corpus, num_tokens = make_corpora(own, natural, tokenizer, folder)
     settings.dataset = str(corpus)
     settings.natural_dataset = str(natural_corpus)
     vocab_size = TokenizationManager(data_path=corpus).vocab_size
@@ -447,11 +446,11 @@ def main() -> None:
     # corpora
     ledger_path = Path(loop.folder, "cycles.json")
     # Texts are found before the lock: a wrong path leaves nothing behind.
-    texts = find_texts(settings.text).values()
-    natural_texts = find_texts(settings.natural_text).values()
+    own = find_texts(settings.text)
+    natural = find_texts(settings.natural_text)
     if settings.text:
         lock_output(ledger_path)
-        sizes = make_own_corpora(settings)
+        sizes = make_own_corpora(settings, own, natural)
         if chooses_sizes:
             for section, values in sizes.items():
                 words = [f"--{name}={value}" for name, value in values.items()]
@@ -466,8 +465,8 @@ def main() -> None:
     # stages
     ledger = Ledger(Path(loop.folder))
     titles = {
-        "dataset": titles_of(texts, loop.corpus),
-        "natural_dataset": titles_of(natural_texts, loop.natural_corpus),
+        "dataset": titles_of(own, loop.corpus),
+        "natural_dataset": titles_of(natural, loop.natural_corpus),
     }
     ledger.start(
         {

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from common.device import autocast, select_device
-from common.files import reading
+from common.files import read_text, reading
 from common.log import print0
 from common.process import require, run_main, warn
 from common.settings import Settings, parse_settings, setting
-from data_loader import read_text
 from generation.completions import generate
 from generation.sampling import Sampling
 from tokenization_manager import TokenizationManager

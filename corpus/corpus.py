@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from common.files import dataset_folder
 from common.log import print0
 from common.process import require
-from data_loader import data_record, dataset_folder, open_token_file
-from tokenization_manager import TokenizationManager, detect_method
+from data_loader import data_record, open_token_file
+from tokenization_manager import TokenizationManager
 
 # Losses of nearby tokens are correlated: smaller blocks would give too narrow intervals.
 INTERVAL_CHARACTERS = 2000
@@ -70,7 +71,7 @@ def open_corpus(dataset: str, min_train_tokens: int) -> Corpus:
         remedy = f"make it with `python {folder}/prepare.py`"
     require((folder / "train.bin").is_file(), f"{folder}/train.bin not found: {remedy}")
     tokenizer = TokenizationManager(data_path=folder)
-    if detect_method(folder) == "bpe":
+    if tokenizer.method == "bpe":
         print0(
             f"{folder} has no meta.pkl or tokenizer.json: assuming GPT-2's 50,257 ids. "
             "If it uses other ids, write a meta.pkl with vocab_size"

@@ -1,20 +1,22 @@
 """Encode texts into the token files of a corpus, in pieces: memory does not grow with the text.
 
-    python data/shakespeare_char/prepare.py
+    python prepare_text.py my_novel.txt --name novel --tokenization char
 
-In: UTF-8 files. Out, in a folder: train.bin, val.bin (uint16), test.bin if a segment is for it, and
-the vocabulary: meta.pkl for characters, or tokenizer.json. The token files have the bytes that
-nanoGPT's prepare.py writes. A segment is a part of the text: the name of its token file, and its
-number of characters; a segment named '' is left out.
+In: UTF-8 files. Out, in a folder: NAME.bin (uint16) for each part of the text, like train.bin, and
+the vocabulary. The token files have the bytes that nanoGPT's prepare.py writes.
+
+Several texts count as one joined text. It is cut into segments, each with the name of its part and
+a number of characters. A segment without a name is left out. Each segment is encoded by itself.
 """
 
 import hashlib
+import itertools
 import math
 import os
+import re
 import string
 import sys
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,49 +24,57 @@ from typing import BinaryIO
 
 import numpy as np
 
-from common.files import atomic_path, read_json, write_json, write_text
+from common.files import atomic_path, read_json, read_pieces, text_file
 from common.log import progress
 from common.process import require, run_child
-from common.settings import Settings, parse_settings
-from corpus.shakespeare import ensure_corpus, fetch_complete_works
-from data_loader import TOKEN_DTYPE, encode_in_parts, split_boundary, text_pieces
-from tokenization_manager import (
-    TOKENIZER_FILE,
-    TokenizationManager,
-    save_meta,
-)
+from tokenization_manager import VOCABULARY_FILES, TokenizationManager
 
 # Byte-pair tokens are learned from at most so many characters, which takes about ten seconds.
 LEARNED_CHARACTERS = 20_000_000
 # It takes long to learn from long words, so they are cut: some scripts have no spaces.
 LEARNED_PART = 1000
-Segments = Sequence[tuple[str, int]]
+# At least so many characters are encoded at once; each takes up to 300 bytes of memory meanwhile.
+PART_CHARACTERS = 1 << 19
+# Text up to the last end of a word. Characters, GPT-2's tokens and learned tokens of a text do not
+# change if it is cut before the first space or newline after a word.
+WHOLE_WORDS = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 TITLES_FILE = "titles.json"  # the works in train.bin
-CORPUS_FILES = ("meta.pkl", TOKENIZER_FILE, "train.bin", "val.bin", "test.bin", TITLES_FILE)
+TOKEN_FILES = ("train.bin", "val.bin", "test.bin")
+Segments = Sequence[tuple[str, int]]
 
 
-def find_texts(paths: Sequence[str]) -> dict[str, Path]:
-    """Return the text files that `paths` name, in order, by the hash of their text.
+@dataclass(frozen=True)
+class Text:
+    """A text file, and what one reading of it found. Newlines count as \\n."""
+
+    path: Path
+    sha256: str  # of the text in UTF-8
+    num_characters: int
+    chars: set[str]  # its different characters
+    ends_line: bool  # whether it ends with a newline
+
+
+def find_texts(paths: Sequence[str | Path]) -> list[Text]:
+    """Read the text files that `paths` name, each once, and return them in order.
 
     A folder stands for the texts below it. Raise UserError for a path without text files, a file
     that is not text, and a text that is given twice.
     """
-    texts: dict[str, Path] = {}
+    texts: dict[str, Text] = {}
     for path in map(Path, paths):
         files = texts_below(path) if path.is_dir() else [path]
         are_files = len(files) > 0 and all(file.is_file() for file in files)
         require(
             are_files, f"{path}: no text file: pass text files, or folders that hold *.txt files"
         )
-        for file in files:
-            digest = hash_text(file)
+        for text in map(scan_text, files):
+            first = texts.setdefault(text.sha256, text)
             require(
-                digest not in texts,
-                f"the same text is given twice, as {texts.get(digest)} and as {file}: it could be "
+                first is text,
+                f"the same text is given twice, as {first.path} and as {text.path}: it could be "
                 "in two splits: leave one out",
             )
-            texts[digest] = file
-    return texts
+    return list(texts.values())
 
 
 def texts_below(folder: Path) -> list[Path]:
@@ -73,239 +83,185 @@ def texts_below(folder: Path) -> list[Path]:
     return sorted(path for path in texts if "/." not in f"/{path.relative_to(folder)}")
 
 
-def hash_text(path: Path) -> str:
-    """Return the sha256 of a text in UTF-8, newlines as \\n, without byte-order mark."""
+def scan_text(path: Path) -> Text:
+    """Read a text file in full, in pieces. Raise UserError if it is empty."""
     digest = hashlib.sha256()
-    for piece in text_pieces(path):
-        digest.update(piece.encode())
-    return digest.hexdigest()
-
-
-def joined_pieces(texts: Iterable[Path]) -> Iterator[str]:
-    """Yield the texts in pieces, with a newline after a text that does not end with one."""
-    end = "\n"
-    for path in texts:
-        if end != "\n":
-            yield "\n"
-        for piece in text_pieces(path):
-            yield piece
-            end = piece[-1]
-
-
-def cut_segments(pieces: Iterator[str], segments: Segments) -> Iterator[tuple[str, Iterator[str]]]:
-    """Yield the name and the pieces of each segment of a text; read all its pieces before the next.
-
-    Raise UserError if the text does not have the segments' length.
-    """
-    changed = "the text is not as long as when it was first read: run the same command again"
-    text = ""
-
-    def take(size: int) -> Iterator[str]:
-        nonlocal text
-        while size > 0:
-            text = text or next(pieces, "")
-            require(len(text) > 0, changed)
-            piece = text[:size]
-            text = text[size:]
-            size -= len(piece)
-            yield piece
-
-    for name, size in segments:
-        yield name, take(size)
-    require(text + next(pieces, "") == "", changed)
-
-
-def encode_segments(
-    pieces: Iterator[str], segments: Segments, tokenizer: TokenizationManager
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Encode each segment of a text by itself; yield (name, tokens (n,) uint16) part by part."""
-    total = sum(size for _, size in segments)
-    with progress(total, "Encoding", "char", passing=True) as bar:
-
-        def shown(pieces: Iterator[str]) -> Iterator[str]:
-            for piece in pieces:
-                bar.update(len(piece))
-                yield piece
-
-        for name, group in cut_segments(shown(pieces), segments):
-            if name:
-                for tokens in encode_in_parts(group, tokenizer):
-                    yield name, tokens
-            else:
-                deque(group, maxlen=0)  # left out
-
-
-def count_characters(texts: Iterable[Path]) -> int:
-    """Return the number of characters of the joined texts."""
-    return sum(map(len, joined_pieces(texts)))
-
-
-def characters_of(texts: Iterable[Path]) -> set[str]:
-    """Return the different characters of texts."""
+    num_characters = 0
     chars: set[str] = set()
-    for piece in joined_pieces(texts):
+    piece = ""
+    for piece in read_pieces(path):
+        digest.update(piece.encode())
+        num_characters += len(piece)
         chars.update(piece)
+    require(num_characters > 0, f"{path} is empty: it has no text")
+    return Text(path, digest.hexdigest(), num_characters, chars, piece.endswith("\n"))
+
+
+def joined_pieces(texts: Sequence[Text]) -> Iterator[str]:
+    """Yield the joined text in pieces. A newline follows a text, except the last, without one."""
+    for text in texts:
+        yield from read_pieces(text.path)
+        if not text.ends_line and text is not texts[-1]:
+            yield "\n"
+
+
+def count_characters(texts: Sequence[Text]) -> int:
+    """Return the number of characters of the joined text."""
+    num_newlines = sum(not text.ends_line for text in texts[:-1])
+    return num_newlines + sum(text.num_characters for text in texts)
+
+
+def characters_of(texts: Sequence[Text]) -> set[str]:
+    """Return the different characters of the joined text."""
+    chars = set().union(*[text.chars for text in texts])
+    if len(texts) > 1:
+        chars.add("\n")
     return chars
 
 
-def split_segments(texts: Iterable[Path], train_split: float = 0.9) -> Segments:
-    """Return the segments of joined texts whose first `train_split` is for training."""
+def split_segments(texts: Sequence[Text], train_split: float = 0.9) -> Segments:
+    """Return the segments `train` and `val`: the first `train_split` of the characters trains."""
     num_characters = count_characters(texts)
-    boundary = split_boundary(num_characters, train_split)
+    boundary = 0
+    if 0 < train_split < 1:
+        boundary = int(num_characters * train_split)
+    require(
+        0 < boundary < num_characters,
+        f"train_split={train_split}: must be > 0 and < 1, and leave no part of {num_characters} "
+        "characters empty",
+    )
     return [("train", boundary), ("val", num_characters - boundary)]
 
 
-def training_parts(texts: Iterable[Path], segments: Segments) -> Iterator[str]:
-    """Yield the training text in parts, or evenly spaced ones if it is longer than
-    LEARNED_CHARACTERS.
+def cut_segments(texts: Sequence[Text], segments: Segments) -> Iterator[tuple[str, str, bool]]:
+    """Yield the joined text in pieces: the segment's name, the piece, whether the segment ends."""
+    pieces = joined_pieces(texts)
+    rest = ""
+    for name, size in segments:
+        while size > 0:
+            rest = rest or next(pieces, "")
+            require(rest != "", "a text became shorter meanwhile: run the same command again")
+            piece = rest[:size]
+            rest = rest[size:]
+            size -= len(piece)
+            yield name, piece, size == 0
+
+
+def encode_segments(
+    texts: Sequence[Text], segments: Segments, tokenizer: TokenizationManager
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Encode each named segment by itself; yield its name and tokens (n,) uint16, part by part.
+
+    A part of a segment ends where a word ends. A text without spaces is cut anywhere.
     """
-    total = sum(size for name, size in segments if name == "train")
-    step = math.ceil(total / LEARNED_CHARACTERS)
-    number = 0
-    for name, group in cut_segments(joined_pieces(texts), segments):
-        for piece in group:
-            if name != "train":
+    total = sum(size for _, size in segments)
+    text = ""
+    with progress(total, "Encoding", "char", passing=True) as bar:
+        for name, piece, is_last in cut_segments(texts, segments):
+            bar.update(len(piece))
+            if not name:
                 continue
+            text += piece
+            if len(text) < PART_CHARACTERS and not is_last:
+                continue
+            part = text
+            words = WHOLE_WORDS.match(text)
+            if words is not None and not is_last:
+                part = words[0]
+            yield name, tokenizer.encode(part)
+            text = text[len(part) :]
+
+
+def load_text(
+    data_path: str | Path, tokenizer: TokenizationManager, train_split: float = 0.9
+) -> tuple[np.ndarray, np.ndarray]:
+    """Split and encode a text file, or input.txt in a folder; return both splits, (n,) uint16."""
+    texts = [scan_text(text_file(data_path))]
+    segments = split_segments(texts, train_split)
+    parts: dict[str, list[np.ndarray]] = {"train": [], "val": []}
+    for name, tokens in encode_segments(texts, segments, tokenizer):
+        parts[name].append(tokens)
+    return np.concatenate(parts["train"]), np.concatenate(parts["val"])
+
+
+def training_parts(texts: Sequence[Text], segments: Segments) -> Iterator[str]:
+    """Yield the segments named `train` in parts of LEARNED_PART characters or fewer."""
+    for name, piece, _ in cut_segments(texts, segments):
+        if name == "train":
             for start in range(0, len(piece), LEARNED_PART):
-                if number % step == 0:
-                    yield piece[start : start + LEARNED_PART]
-                number += 1
+                yield piece[start : start + LEARNED_PART]
 
 
 def make_tokenizer(
-    texts: Iterable[Path],
-    segments: Segments,
-    method: str | None,
-    vocab_size: int,
-    tokenizer_path: str | Path | None = None,
-) -> TokenizationManager | None:
-    """Return the tokenizer.json at a path (a file or its folder), or the tokenizer of a method.
+    method: str, texts: Sequence[Text], segments: Segments, vocab_size: int = 0
+) -> TokenizationManager:
+    """Return the tokenizer of a method: char, bpe, or learned_bpe.
 
-    learned_bpe learns `vocab_size` tokens from the training segments of the texts only. Return None
-    for char.
+    learned_bpe learns `vocab_size` tokens from the segments named `train`, from evenly spaced parts
+    if they have more than LEARNED_CHARACTERS.
     """
-    if tokenizer_path is not None:
-        path = Path(tokenizer_path)
-        if path.is_dir():
-            path = path / TOKENIZER_FILE
-        return TokenizationManager("tokenizer", meta_path=path)
-    if method == "learned_bpe":
-        tokenizer = TokenizationManager.learn_bpe(training_parts(texts, segments), vocab_size)
-        if tokenizer.vocab_size < vocab_size:
-            print(
-                f"vocab_size={vocab_size}: the training text is too short for so many tokens; "
-                f"{tokenizer.vocab_size} are learned"
-            )
-        return tokenizer
+    if method == "char":
+        return TokenizationManager.from_text("".join(characters_of(texts)))
     if method == "bpe":
         return TokenizationManager("bpe")
-    return None
+    num_characters = sum(size for name, size in segments if name == "train")
+    step = math.ceil(num_characters / LEARNED_CHARACTERS)
+    parts = itertools.islice(training_parts(texts, segments), 0, None, step)
+    return TokenizationManager.learn_bpe(parts, vocab_size)
 
 
 def prepare_texts(
-    texts: Collection[Path],
+    texts: Sequence[Text],
     folder: str | Path,
-    tokenizer: TokenizationManager | None,
+    tokenizer: TokenizationManager,
     segments: Segments,
     block_size: int = 1,
 ) -> None:
-    """Encode texts into NAME.bin for each segment's name, replace an earlier corpus, print sizes.
+    """Encode texts into the token files of a folder, replace an earlier corpus, print sizes.
 
-    Without a `tokenizer` the tokens are the texts' characters. Raise UserError, and write nothing,
-    for texts that cannot be encoded or are too short for a block.
+    Raise UserError, and write nothing, for texts that cannot be encoded or are too short for a
+    block.
     """
     folder = Path(os.path.abspath(folder))
-    if tokenizer is not None and tokenizer.method == "bpe":
-        require(
-            "char" not in folder.name,
-            f"{folder}: 'char' in the name marks a corpus of characters: choose another folder",
-        )
-    if tokenizer is None or tokenizer.chars is not None:
-        chars = "".join(characters_of(texts))
-        tokenizer = tokenizer or TokenizationManager.from_text(chars)
-        tokenizer.encode(chars)  # refuses characters that it lacks, before anything is written
-    num_characters = sum(size for _, size in segments)
-    print(f"length of dataset in characters: {num_characters:,}")
+    require(
+        tokenizer.method != "bpe" or "char" not in folder.name,
+        f"{folder}: 'char' in the name marks a corpus of characters: choose another folder",
+    )
+    print(f"length of dataset in characters: {sum(size for _, size in segments):,}")
     print(f"vocab size: {tokenizer.vocab_size:,}")
-    names = ["train", "val", *(name for name, _ in segments)]
-    counts = {name: 0 for name in names if name}
+    counts = {name: 0 for name, _ in segments if name}
     files: dict[str, BinaryIO] = {}
     with ExitStack() as stack:
         for name in counts:
             path = stack.enter_context(atomic_path(folder / f"{name}.bin"))
             files[name] = stack.enter_context(open(path, "wb"))
-        for name, tokens in encode_segments(joined_pieces(texts), segments, tokenizer):
-            files[name].write(tokens.astype(TOKEN_DTYPE).tobytes())
+        for name, tokens in encode_segments(texts, segments, tokenizer):
+            files[name].write(tokens.tobytes())
             counts[name] += len(tokens)
-        for name in ("train", "val"):
+        for name, count in counts.items():
             require(
-                counts[name] > block_size,
-                f"the text is too short: {name} has {counts[name]:,} tokens, and a block of "
+                count > block_size,
+                f"the text is too short: {name} has {count:,} tokens, and a block of "
                 f"block_size={block_size} needs {block_size + 1:,}: add text, or use a smaller "
                 "block",
             )
-        # The stack closes in reverse order, so the vocabulary gets its name before the token
-        # files: token files without a vocabulary would be read as GPT-2's.
-        if tokenizer.chars is not None:
-            save_meta(stack.enter_context(atomic_path(folder / "meta.pkl")), tokenizer.chars)
-        elif tokenizer.method == "tokenizer":
-            path = stack.enter_context(atomic_path(folder / TOKENIZER_FILE))
-            path.write_text(tokenizer.to_tokenizer_json(), encoding="utf-8")
-        for name in CORPUS_FILES:
+        for name in (*VOCABULARY_FILES.values(), *TOKEN_FILES, TITLES_FILE):
             (folder / name).unlink(missing_ok=True)
+        # The vocabulary is there before the token files get their names: without it, they would be
+        # read as GPT-2's tokens.
+        tokenizer.save(folder)
     for name, count in counts.items():
         print(f"{name} has {count:,} tokens")
 
 
-@dataclass
-class PrepareSettings(Settings):
-    """Make the token files of the corpus in the folder of this script. There are no options."""
-
-
-def prepare_shakespeare(method: str, folder: Path) -> None:
-    """Fetch the text if it is missing, then encode it as `char` or `bpe`, split as nanoGPT does."""
-    parse_settings(PrepareSettings, "prepare")
-    path = ensure_corpus(folder)
-    segments = split_segments([path])
-    tokenizer = make_tokenizer([path], segments, method, 0)
-    prepare_texts([path], folder, tokenizer, segments)
-
-
-def prepare_works(
-    folder: Path,
-    parts: Mapping[str, Sequence[str]],
-    vocab_size: int = 0,
-    tokenizer_path: Path | None = None,
-) -> None:
-    """Fetch Shakespeare's works, then encode those of each part (train, val, test), by title.
-
-    The tokens are `vocab_size` byte pairs, learned from the training part, or those of the
-    tokenizer.json in the folder `tokenizer_path`.
-    """
-    parse_settings(PrepareSettings, "prepare")
-    works = fetch_complete_works()
-    part_of: dict[str, str] = {}
-    for part, titles in parts.items():
-        part_of.update(dict.fromkeys(titles, part))
-    unknown = ", ".join(part_of.keys() - works.keys())
-    require(not unknown, f"unknown titles: {unknown}; choose from {'; '.join(works)}")
-    path = folder / "input.txt"
-    write_text(path, "".join(works.values()))
-    segments = [(part_of.get(title, ""), len(work)) for title, work in works.items()]
-    tokenizer = make_tokenizer([path], segments, "learned_bpe", vocab_size, tokenizer_path)
-    prepare_texts([path], folder, tokenizer, segments)
-    write_json(folder / TITLES_FILE, parts["train"])
-
-
-def titles_of(texts: Iterable[Path], folder: str) -> list[str]:
+def titles_of(texts: Sequence[Text], folder: str) -> list[str]:
     """Return the titles of the user's texts, or else of the works in a corpus's train.bin.
 
     A corpus of unknown texts has the name of its folder.
     """
-    titles = [path.stem for path in texts]
     file = Path(folder, TITLES_FILE)
-    if titles:
-        return titles
+    if texts:
+        return [text.path.stem for text in texts]
     if not file.is_file():
         return [Path(folder).name]
     return [string.capwords(title) for title in read_json(file)]

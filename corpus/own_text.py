@@ -7,6 +7,7 @@ texts has the same val.bin, test.bin and vocabulary. `choose_tokenization` has t
 tokens: characters, or byte pairs learned from the training parts of both.
 """
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 from common.files import read_json, write_json
 from common.process import require, warn
 from corpus.encode import (
+    TOKEN_FILES,
+    Text,
     characters_of,
     count_characters,
-    find_texts,
     make_tokenizer,
     prepare_texts,
 )
@@ -42,59 +44,58 @@ MIN_BLOCK = 16  # a prompt of an evaluated text is an eighth of a block
 
 
 def make_corpora(
-    text: Sequence[str],
-    natural_text: Sequence[str],
+    own: Sequence[Text],
+    natural: Sequence[Text],
     tokenizer: TokenizationManager | None,
     out: Path,
 ) -> tuple[Path, Path, int]:
     """Make out/corpus and out/natural_corpus, unless they hold these texts already.
 
-    Return both folders and the number of tokens of `text`. Without natural texts both are the same
-    folder. Without a `tokenizer`, `choose_tokenization` chooses the tokens. Raise UserError for a
-    text that is too short, is also a natural text, or has characters unknown to the tokenizer.
+    own: the texts that the generator learns. natural: those that the natural model learns instead;
+    without any, both corpora are the same folder. tokenizer: None to choose one by
+    `choose_tokenization`. Return both folders and the number of tokens of the own texts. Raise
+    UserError for a text that is in both or too short, or that the tokenizer cannot encode.
     """
-    own_texts = find_texts(text)
-    natural_texts = find_texts(natural_text)
-    for digest, path in natural_texts.items():
-        require(
-            digest not in own_texts,
-            f"{path} is in text and in natural_text: the natural model would learn the test text",
-        )
-    texts = [*natural_texts.values(), *own_texts.values()]
     folder = out / "corpus"
-    natural_folder = out / "natural_corpus" if natural_texts else folder
+    natural_folder = out / "natural_corpus" if natural else folder
+    own_hashes = [text.sha256 for text in own]
     contents = {
-        "texts": list(own_texts),
-        "natural_texts": list(natural_texts),
+        "texts": own_hashes,
+        "natural_texts": [text.sha256 for text in natural],
         "tokenizer": None if tokenizer is None else tokenizer.to_record(),
     }
+    for text in natural:
+        require(
+            text.sha256 not in own_hashes,
+            f"{text.path} is in text and in natural_text: the natural model would learn the test "
+            "text",
+        )
     record = out / "texts.json"
-    files = (record, folder / "test.bin", natural_folder / "test.bin")
-    if not all(file.is_file() for file in files) or read_json(record) != contents:
+    if not record.is_file() or read_json(record) != contents:
         record.unlink(missing_ok=True)
-        size = count_characters(own_texts.values())
+        size = count_characters(own)
         if size < MIN_TEST_CHARACTERS:
             warn(
                 f"--text has {size:,} characters; with fewer than {MIN_TEST_CHARACTERS:,}, the "
                 "test text is too short for a verdict"
             )
-        before = count_characters(texts) - size  # the natural texts
         tenth = size // 10
-        train = size - 2 * tenth
-        held_out = [("val", tenth), ("test", tenth)]
+        segments = [("train", size - 2 * tenth), ("val", tenth), ("test", tenth)]
+        all_texts = [*natural, *own]
+        num_natural = count_characters(all_texts) - size
         if tokenizer is None:
-            chars = characters_of(texts)
-            method, vocab_size, reason = choose_tokenization(size, chars)
+            method, vocab_size, reason = choose_tokenization(size, characters_of(all_texts))
             print(f"tokens: {method}, {vocab_size} ids, because {reason}")
-            segments = [("train", before + train), ("", 2 * tenth)]
-            tokenizer = make_tokenizer(texts, segments, method, vocab_size)
-        prepare_texts(texts, folder, tokenizer, [("", before), ("train", train), *held_out])
-        if natural_texts:
-            segments = [("train", before), ("", train), *held_out]
-            prepare_texts(texts, natural_folder, tokenizer, segments)
+            training = [("train", num_natural + size - 2 * tenth)]
+            tokenizer = make_tokenizer(method, all_texts, training, vocab_size)
+        prepare_texts(own, folder, tokenizer, segments)
+        if natural:
+            # All texts, so that a newline follows the last natural one; the others are not read.
+            prepare_texts(all_texts, natural_folder, tokenizer, [("train", num_natural)])
+            for name in ("val.bin", "test.bin"):
+                shutil.copyfile(folder / name, natural_folder / name)
         write_json(record, contents)
-    token_files = [folder / name for name in ("train.bin", "val.bin", "test.bin")]
-    num_tokens = sum(file.stat().st_size // 2 for file in token_files)
+    num_tokens = sum((folder / name).stat().st_size // 2 for name in TOKEN_FILES)
     require(
         num_tokens >= MIN_TOKENS,
         f"--text has {num_tokens:,} tokens, but at least {MIN_TOKENS:,} are needed: add text",
@@ -102,16 +103,17 @@ def make_corpora(
     return folder, natural_folder, num_tokens
 
 
-def choose_tokenization(num_own: int, chars: set[str]) -> tuple[str, int, str]:
-    """Return the method and the vocabulary size for a text, and the reason in words.
+def choose_tokenization(num_characters: int, chars: set[str]) -> tuple[str, int, str]:
+    """Return the method, the vocabulary size, and the reason in words, for your own texts.
 
-    num_own: characters of `text`, all parts. chars: the different characters of all texts. A few
-    byte pairs make better text than characters or many pairs in the same seconds (docs/results.md),
-    but characters beyond ASCII, of two or three bytes, need pairs of their own. A short text has
-    too few tokens as pairs. For characters the size has no meaning.
+    num_characters: the length of the texts of `--text`. chars: the different characters of these
+    and of the natural texts. A text that would have too few tokens as byte pairs gets characters,
+    and the size is their number. All others get byte pairs: a few make better text than characters
+    or many pairs in the same time (docs/results.md). Each character beyond ASCII takes two or three
+    bytes, so it adds two pairs.
     """
-    if num_own < MIN_TOKENS * CHARACTERS_OF_PAIRS:
-        return "char", len(chars), f"--text has only {num_own:,} characters"
+    if num_characters < MIN_TOKENS * CHARACTERS_OF_PAIRS:
+        return "char", len(chars), f"--text has only {num_characters:,} characters"
     num_beyond_ascii = sum(not char.isascii() for char in chars)
     vocab_size = min(MOST_LEARNED, FEWEST_LEARNED + 2 * num_beyond_ascii)
     return "learned_bpe", vocab_size, f"the texts have {num_beyond_ascii:,} characters beyond ASCII"

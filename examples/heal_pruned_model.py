@@ -89,7 +89,7 @@ def load(settings: HealSettings) -> tuple[Any, Any, Tensor, Tensor]:
     """Return model, tokenizer, and blocks (n, 64) int64 of text: to train on, and held-out ones."""
     whole = load_model(str(settings.whole), torch.float32, gguf_file=settings.gguf_file)
     tokenizer = load_tokenizer(str(settings.whole), gguf_file=settings.gguf_file)
-    ids = tokenizer(text="".join(joined_pieces(find_texts(settings.text).values())))["input_ids"]
+    ids = tokenizer(text="".join(joined_pieces(find_texts(settings.text))))["input_ids"]
     count = len(ids) // LENGTH
     least = 2 * settings.num_blocks
     require(count >= least, f"text has {len(ids)} tokens: {least * LENGTH} or more are needed")

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.files import read_text
 from common.log import print0
 from common.process import UserError, first_line, require, run_main, warn
 from common.settings import Errors, Settings, parse_settings
 from corpus.encode import find_texts, joined_pieces
-from data_loader import read_text
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
 from metrics.reward_skill import better_than_constant
 from reports.text_page import open_page, present_text
@@ -97,7 +97,7 @@ def main() -> None:
 
 def natural_blocks(paths: Sequence[str], tokenizer: Any, length: int) -> Tensor:
     """Return evenly spaced blocks (b, length) int64 of natural texts."""
-    text = "".join(joined_pieces(find_texts(paths).values()))
+    text = "".join(joined_pieces(find_texts(paths)))
     blocks = cut_blocks(encode(text, tokenizer), tokenizer, length)
     every = max(1, len(blocks) // MOST_BLOCKS)
     return blocks[::every][:MOST_BLOCKS]

@@ -23,8 +23,7 @@ from helpers import (
 )
 
 from common.process import UserError
-from corpus.shakespeare import ensure_gpt2_bpe_files
-from tokenization_manager import TokenizationManager
+from tokenization_manager import TokenizationManager, ensure_gpt2_bpe_files
 
 hypothesis.settings.register_profile("crossover", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("crossover")

@@ -25,7 +25,7 @@ import torch
 
 from common.log import read_records
 from common.settings import Settings
-from data_loader import split_and_encode
+from corpus.encode import load_text
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager, save_meta
 from training.checkpoint import save_checkpoint
@@ -70,8 +70,8 @@ evaluate = dict(samples=20)
 
 # Where settings are, if not in the script
 SETTINGS_OF = {
-    "data/shakespeare/prepare": "corpus/encode",
-    "data/shakespeare_char/prepare": "corpus/encode",
+    "data/shakespeare/prepare": "corpus/shakespeare",
+    "data/shakespeare_char/prepare": "corpus/shakespeare",
     "interop/crossover_reward": "interop/read_text",
     "prepare_reward_data": "reward_data_config",
     "train_grpo": "grpo/settings",
@@ -268,7 +268,7 @@ def make_corpus(folder: Path, text: str) -> Path:
     (folder / "input.txt").write_text(text, encoding="utf-8")
     tokenizer = TokenizationManager.from_text(text)
     save_meta(folder / "meta.pkl", tokenizer.chars)
-    write_token_files(folder, split_and_encode(text, tokenizer))
+    write_token_files(folder, load_text(folder, tokenizer))
     return folder
 
 

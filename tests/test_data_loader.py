@@ -1,4 +1,4 @@
-"""data_loader.py: one split rule, token files, refusal of bad files, batches of a whole split.
+"""data_loader.py: token files, refusal of bad files, batches, parts of the validation split.
 
 pytest tests/test_data_loader.py
 """
@@ -6,73 +6,22 @@ pytest tests/test_data_loader.py
 import numpy as np
 import pytest
 import torch
-from helpers import write_token_files
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.files import hash_file
 from common.process import UserError
 from data_loader import (
     BinaryFileError,
-    ValidationParts,
     WholeSplitBatches,
     get_batch,
-    hash_tokens,
-    load_binary,
     open_token_file,
-    read_text,
-    split_and_encode,
     validation_part,
+    validation_parts,
 )
-from tokenization_manager import TokenizationManager
 
 
 def uint16(values):
     return np.array(values, dtype=np.uint16)
-
-
-def test_texts_are_read_or_refused(tmp_path):
-    with pytest.raises(UserError, match=r"not found: .*input\.txt"):
-        read_text(tmp_path)
-    (tmp_path / "input.txt").write_text("words")
-    for path in (tmp_path, tmp_path / "input.txt", str(tmp_path)):
-        assert read_text(path) == "words"
-    for contents, said in (
-        (b"", "is empty"),
-        (b"\xff\xfea\0", "If it is UTF-16, convert it: iconv -f UTF-16 -t UTF-8 "),
-        (b"text\0", "NUL"),
-    ):
-        (tmp_path / "bad.txt").write_bytes(contents)
-        with pytest.raises(UserError, match=rf"bad\.txt .*{said}"):
-            read_text(tmp_path / "bad.txt")
-
-
-@given(st.text(min_size=2, max_size=300), st.floats(0.01, 0.99))
-def test_the_split_is_by_characters_and_loses_none(text, train_split):
-    tokenizer = TokenizationManager.from_text(text)
-    boundary = int(len(text) * train_split)
-    if boundary == 0:
-        with pytest.raises(UserError, match=f"train_split={train_split}: .* {len(text)} "):
-            split_and_encode(text, tokenizer, train_split)
-        return
-    splits = split_and_encode(text, tokenizer, train_split)
-    assert splits.train.dtype == splits.val.dtype == np.uint16
-    assert tokenizer.decode(splits.train) == text[:boundary]
-    assert tokenizer.decode(splits.val) == text[boundary:]
-
-
-@pytest.mark.parametrize("train_split", [0.0, 1.0, float("nan")])
-def test_splits_out_of_range_are_refused(train_split):
-    tokenizer = TokenizationManager.from_text("abc\n")
-    with pytest.raises(UserError, match=f"^ERROR: train_split={train_split}"):
-        split_and_encode("abc\n" * 10, tokenizer, train_split)
-
-
-def test_token_files_round_trip(tmp_path):
-    write_token_files(tmp_path, ([0, 1, 256, 65535], [7]))
-    loaded = load_binary(tmp_path / "train.bin", tmp_path / "val.bin", vocab_size=65536)
-    assert (loaded.train.tolist(), loaded.val.tolist()) == ([0, 1, 256, 65535], [7])
-    assert (tmp_path / "train.bin").read_bytes() == b"\0\0\1\0\0\1\xff\xff"
 
 
 def test_bad_token_files_are_refused(tmp_path):
@@ -160,19 +109,19 @@ def test_a_subset_of_a_split_is_fixed_evenly_spaced_and_whole_where_it_fits(
 
 @given(st.integers(0, 5000))
 def test_parts_leave_a_tenth_between_them(num_blocks):
-    parts = ValidationParts.of(num_blocks)
+    select, report = validation_parts(num_blocks).values()
     if num_blocks < 2:
-        assert parts.select == parts.report == range(num_blocks)
+        assert select == report == range(num_blocks)
         return
-    assert parts.report == range(num_blocks // 2, num_blocks)
-    assert parts.select.start == 0 and len(parts.select) >= 1
-    num_unused = parts.report.start - parts.select.stop
+    assert report == range(num_blocks // 2, num_blocks)
+    assert select.start == 0 and len(select) >= 1
+    num_unused = report.start - select.stop
     if num_blocks >= 22:
         assert num_unused >= 10
     else:
         assert num_unused == num_blocks // 2 - 1 <= 9
     if num_blocks >= 100:
-        assert parts.select.stop == num_blocks * 2 // 5
+        assert select.stop == num_blocks * 2 // 5
 
 
 def windows(tokens, block_size) -> list[list[int]]:
@@ -191,13 +140,6 @@ def test_the_windows_of_the_parts_are_those_of_the_split(num_tokens, block_size)
     if num_tokens // block_size < 2:
         assert select == report == whole
         return
-    parts = ValidationParts.of(num_tokens // block_size)
-    assert select == whole[: parts.select.stop]
-    assert report == whole[parts.report.start :]
-
-
-def test_hash_tokens_is_that_of_the_file(tmp_path):
-    tokens = uint16(range(40))
-    tokens.tofile(tmp_path / "tokens.bin")
-    for same in (tokens, tokens.astype(">u2"), np.repeat(tokens, 2)[::2]):
-        assert hash_tokens(same) == hash_file(tmp_path / "tokens.bin")
+    parts = validation_parts(num_tokens // block_size)
+    assert select == whole[: parts["select"].stop]
+    assert report == whole[parts["report"].start :]

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import as_arguments, make_text, refuse, refuse_in_one_line, succeed
+from test_corpus_encode import tokens_of
 
 from common import files
-from data_loader import load_binary, load_text
+from corpus.encode import load_text
 from tokenization_manager import TokenizationManager
 
 TEXT = make_text(400)
@@ -58,7 +59,7 @@ def test_characters_are_nanogpts_bytes(monkeypatch):
     out = succeed("prepare_text", "novel.txt", name="novel", tokenization="char")
     assert files_of("novel") == nanogpt_char(text)
     in_memory = load_text("novel.txt", TokenizationManager(data_path="data/novel"))
-    assert in_memory.val.tobytes() == files_of("novel")["val.bin"]
+    assert in_memory[1].tobytes() == files_of("novel")["val.bin"]
     assert (
         f"length of dataset in characters: {len(text):,}" in out
         and f"vocab size: {len(set(text))}" in out
@@ -69,9 +70,7 @@ def test_characters_are_nanogpts_bytes(monkeypatch):
 
 def text_of(folder: str) -> str:
     """The text of both splits of a corpus."""
-    tokenizer = TokenizationManager(data_path=folder)
-    splits = load_binary(f"{folder}/train.bin", f"{folder}/val.bin", tokenizer.vocab_size)
-    return tokenizer.decode(np.concatenate(splits))
+    return "".join(tokens_of(Path(folder), "train", "val"))
 
 
 def write_files(files: dict[str, bytes]) -> None:
@@ -114,6 +113,8 @@ def refused(*paths: str, **options: object) -> str:
 
 
 def test_texts_that_cannot_be_read():
+    Path("empty.txt").touch()
+    assert "empty.txt is empty" in refused("empty.txt")
     Path("latin1.txt").write_bytes("voilà".encode("latin-1"))
     Path("folder").mkdir()
     os.mkfifo("fifo.txt")

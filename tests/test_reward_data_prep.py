@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 
 import prepare_reward_data as prep
 from common.process import UserError
-from data_loader import load_text, read_text
+from corpus.encode import load_text
 from generation import completions
 from generation.completions import complete
 from generation.kv_cache import cache_dtype
@@ -224,10 +224,10 @@ def test_memory_grows_with_samples_per_chunk(monkeypatch, samples, generator, sp
     noted = Mock(side_effect=complete)
     monkeypatch.setattr(completions, "complete", noted)
     model, config = prep.load_base_model(str(generator))
-    prep.create_reward_samples(splits.train, model, config, samples_per_chunk=samples)
+    prep.create_reward_samples(splits[0], model, config, samples_per_chunk=samples)
     batches = [call.args[2].shape for call in noted.call_args_list]  # of prefix lengths
     assert max(batches) == (prep.BLOCKS, samples)
-    assert sum(blocks for blocks, _ in batches) == len(splits.train) // N
+    assert sum(blocks for blocks, _ in batches) == len(splits[0]) // N
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
@@ -270,7 +270,7 @@ def test_another_split_is_refused_unless_allowed(tmp_path, options):
 
 
 def test_a_vocabulary_numbered_otherwise_is_refused(tmp_path, corpus, generator):
-    text = read_text(corpus)
+    text = (corpus / "input.txt").read_text()
     foreign = make_corpus(tmp_path / "foreign_char", text + "z")
     options = prepare_options(foreign, generator, tmp_path / "out")
     assert re.search(
@@ -294,20 +294,20 @@ def test_load_base_model_and_load_and_split_data(corpus, generator, reward_model
         assert np.array_equal(tokens, np.fromfile(corpus / f"{name}.bin", np.uint16))
     assert (tokenizer.method, tokenizer.vocab_size) == ("char", 25)
     half, rest, _ = prep.load_and_split_data(str(corpus), train_split=0.5)
-    assert tokenizer.decode(half) + tokenizer.decode(rest) == read_text(corpus)
+    assert tokenizer.decode(half) + tokenizer.decode(rest) == (corpus / "input.txt").read_text()
     assert len(half) == len(rest) or len(half) + 1 == len(rest)
 
 
 def test_generate_completion(generator, splits):
     model, _ = prep.load_base_model(str(generator))
-    context = splits.train[:5]
+    context = splits[0][:5]
     ids = prep.generate_completion(model, context, N, "cpu", temperature=0.8, top_k=5)
     again = prep.generate_completion(model, context, N, "cpu", temperature=0.8, top_k=5)
     assert (ids.dtype, ids.shape) == (np.uint16, (N,))
     assert np.array_equal(ids[:5], context) and np.array_equal(ids, again)
     others = {prep.generate_completion(model, context, N, seed=seed).tobytes() for seed in range(5)}
     assert len(others) > 1
-    assert np.array_equal(prep.generate_completion(model, splits.train[:40], N), splits.train[:N])
+    assert np.array_equal(prep.generate_completion(model, splits[0][:40], N), splits[0][:N])
     for refused, length in ((context, 0), (context[:0], N), (context + 999, N)):
         with pytest.raises(UserError, match="ERROR: "):
             prep.generate_completion(model, refused, length)

@@ -16,7 +16,7 @@ from helpers import call, prepare_options, succeed
 
 import reward_dataset_loader as loader
 from common.process import UserError
-from data_loader import ValidationParts
+from data_loader import validation_parts
 from model import GPTConfig
 from reward_dataset_loader import (
     RewardDataset,
@@ -288,13 +288,13 @@ def test_text_that_reports_skill_chooses_no_trunk(tmp_path, corpus, generator, r
     some = tmp_path / "some"
     succeed("prepare_reward_data", **prepare_options(corpus, generator, some, max_blocks=10))
     tokens = np.fromfile(corpus / "val.bin", np.uint16)
-    parts = ValidationParts.of(len(tokens) // 16)
-    assert parts == (range(6), range(16, 32))
+    parts = validation_parts(len(tokens) // 16)
+    assert parts == {"select": range(6), "report": range(16, 32)}
     for folder, per_part in ((reward_data, (6, 16)), (some, (2, 5))):
         data = RewardDataset(folder, "val")
         selects, reports = rows_by_part(data)
         for rows, part, blocks in zip(
-            (selects, reports), (parts.select, parts.report), per_part, strict=True
+            (selects, reports), (parts["select"], parts["report"]), per_part, strict=True
         ):
             assert len(rows) == blocks * data.samples_per_chunk
             for row in rows:

