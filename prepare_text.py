@@ -9,7 +9,7 @@ In: UTF-8 text files of any size, or folders of *.txt. Out, in data/NAME: train.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import tyro
 
@@ -28,6 +28,7 @@ from tokenization_manager import MAX_VOCAB_SIZE, MIN_LEARNED_SIZE, TokenizationM
 class PrepareTextSettings(Settings):
     """Make a corpus from your own texts: train.bin, val.bin and the vocabulary."""
 
+    file_first: ClassVar[bool] = False
     paths: tyro.conf.Positional[tuple[str, ...]] = ()
     """UTF-8 text files, or folders: all *.txt below them, sorted by name, without hidden ones"""
     name: str | None = None

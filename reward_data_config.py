@@ -1,6 +1,6 @@
 """Settings of reward-data preparation, with their checks.
 
-python -c "from reward_data_config import RewardDataConfig as C; print(C().errors().messages)"
+python -c "from reward_data_config import RewardDataConfig as C; print(*C().errors().messages)"
 """
 
 from dataclasses import dataclass

@@ -19,8 +19,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from common.device import random_stream, select_device
 from common.files import atomic_path, dataset_folder, lock_output
 from common.log import print0
@@ -32,7 +30,6 @@ from common.settings import (
     parse_sections,
     read_config,
     setting,
-    split_config,
 )
 from corpus.encode import Text, find_texts, prepare_corpus, titles_of
 from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
@@ -53,7 +50,6 @@ from training.stage import OUTPUTS, Stage
 NUM_SAMPLES = 300  # of each model, for the quality of its text, unless the section evaluate sets it
 
 
-@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclass
 class CycleSettings(Settings):
     """Run the whole loop. --SECTION.OPTION VALUE sets an option of a section's stage, like
@@ -426,19 +422,20 @@ def make_own_corpora(
 
 def main() -> None:
     # settings
-    source, argv = split_config(sys.argv[1:], "run_cycles")
+    argv = sys.argv[1:]
     given = option_names(argv)
-    contents = read_config(source["config"])
-    sections = parse_sections(SECTIONS, "run_cycles", contents, argv)
+    config = parse_sections(SECTIONS, "run_cycles", argv, {})["config"]
+    contents = read_config(config)
+    sections = parse_sections(SECTIONS, "run_cycles", argv, contents)
     settings = sections["run_cycles"]
     settings.errors().raise_if_any()
     device = select_device(settings.device)
-    chooses_sizes = bool(settings.text) and source["config"] is None
-    sources = settings.text or [source["config"] or "cycles"]
+    chooses_sizes = bool(settings.text) and config is None
+    sources = settings.text or [config or "cycles"]
     settings.out_dir = settings.out_dir or default_folder(sources)
     if chooses_sizes:
         contents = read_config(OWN_TEXT)
-        sections = parse_sections(SECTIONS, "run_cycles", contents, argv)
+        sections = parse_sections(SECTIONS, "run_cycles", argv, contents)
     used = {*contents, *[name.partition(".")[0] for name in given]}
     loop = Loop(settings, sections, used)
     check_stages(loop, given)
@@ -456,7 +453,7 @@ def main() -> None:
                 words = [f"--{name}={value}" for name, value in values.items()]
                 print0(f"Sizes for this text, unless --{section}.OPTION is set: {' '.join(words)}")
                 contents[section].update(values)
-            sections = parse_sections(SECTIONS, "run_cycles", contents, argv)
+            sections = parse_sections(SECTIONS, "run_cycles", argv, contents)
         loop = Loop(settings, sections, used)
     prepare_corpus(loop.natural_corpus)  # first, as the other one may use its tokenizer
     prepare_corpus(loop.corpus)

@@ -10,30 +10,27 @@ executed. A dict is a section: `train = dict(max_iters=300)` is for train.py onl
 `--section NAME` selects the section of another name. `base = "NAME.py"` starts from the settings of
 another file in the same folder.
 
-The settings of the file are the defaults of the command line, which tyro parses. tyro reports the
-first unknown name or wrong type there; all values that break a rule are reported together.
+The values of the file become words in front of those of the command line, and tyro parses both: the
+last value of an option wins. tyro reports unknown names or the first wrong type; all values that
+break a rule are reported together.
 """
 
 import ast
 import difflib
-import inspect
-import json
-import math
 import operator
 import re
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, make_dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import tyro
 
-from common.files import is_hub_name, read_pieces
+from common.files import is_hub_name, read_pieces, reading
 from common.log import print0
-from common.process import UserError, first_line, require
+from common.process import UserError, require
 
 # Rules for the range of a number: the sign in messages, and the comparison.
 BOUNDS = {
@@ -45,39 +42,34 @@ BOUNDS = {
 # Characters that the operating system accepts in no path: NUL, and surrogates that do not stand for
 # a byte (os.fsencode refuses them).
 NO_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
+RULE = (  # for a settings file
+    "write assignments `name = value`, each name once; a value is a literal, dict(...), "
+    "str(time.time()), values joined by + or numbers joined by *; nothing is executed"
+)
 S = TypeVar("S", bound="Settings")
-T = TypeVar("T")
 
 
 class Errors:
     """Collects the errors of some settings, so that all of them are reported at once."""
 
     def __init__(self) -> None:
-        self.messages: list[str] = []
-        self.suggestions: list[str] = []
+        self.messages: dict[str, str] = {}  # each error with a suggestion how to fix it, or ""
 
     def check(self, holds: bool, error: str, suggestion: str = "") -> None:
-        """Add `error` and the suggestion how to fix it, unless `holds`; no error appears twice."""
-        if holds or error in self.messages:
-            return
-        self.messages.append(error)
-        if suggestion and suggestion not in self.suggestions:
-            self.suggestions.append(suggestion)
+        """Add an error and how to fix it, unless `holds`; no error appears twice."""
+        if not holds:
+            self.messages.setdefault(error, suggestion)
 
     def raise_if_any(self) -> None:
-        """Raise one UserError that lists all errors, in the form of the reward-data documents.
-
-        A single error without a suggestion is one line.
-        """
+        """Raise one UserError that lists all errors, in the form of the reward-data documents."""
         if not self.messages:
             return
-        if len(self.messages) == 1 and not self.suggestions:
-            raise UserError(f"ERROR: {self.messages[0]}")
         lines = ["Validation Errors:"]
-        lines += [f"  ERROR: {message}" for message in self.messages]
-        if self.suggestions:
+        lines += [f"  ERROR: {error}" for error in self.messages]
+        suggestions = dict.fromkeys(filter(None, self.messages.values()))
+        if suggestions:
             lines += ["", "Suggested fixes:"]
-            lines += [f"  SUGGESTION: {suggestion}" for suggestion in self.suggestions]
+            lines += [f"  SUGGESTION: {suggestion}" for suggestion in suggestions]
         raise UserError("\n".join(lines))
 
 
@@ -98,19 +90,21 @@ class Settings:
 
     without_effect: ClassVar[Mapping[str, str]] = {}
     """names of nanoGPT that are accepted but have no effect, each with the reason"""
+    file_first: ClassVar[bool] = True
+    """whether a command line may begin with the settings file, without --config"""
 
     def errors(self) -> Errors:
         """Check every setting by its rules, then call `check_settings`; no file is read."""
         errors = Errors()
         for member in fields(self):
             value = getattr(self, member.name)
-            is_given = bool(value) or member.metadata.get("model_file") != "required"
-            remedy = f"Pass the checkpoint with --{member.name}"
-            errors.check(is_given, f"{member.name} is required", remedy)
+            if member.metadata.get("model_file") == "required":
+                remedy = f"Pass the checkpoint with --{member.name}"
+                errors.check(bool(value), f"{member.name} is required", remedy)
             items = value if isinstance(value, tuple) else (value,)
             for item in items:
                 if isinstance(item, (int, float)):
-                    _check_range(member, item, errors)
+                    _check_number(member, item, errors)
                 elif isinstance(item, str):
                     _check_text(member, item, errors)
         self.check_settings(errors)
@@ -120,21 +114,16 @@ class Settings:
         """Add the errors that the rules of single settings cannot find; for subclasses."""
 
 
-def _check_range(member: Field[Any], value: int | float, errors: Errors) -> None:
-    """Check that a number is within its bounds, and finite, or as an integer below 2**63."""
-    requirements = []
-    holds = True
-    for rule, (sign, compare) in BOUNDS.items():
-        if rule in member.metadata:
-            bound = member.metadata[rule]
-            requirements.append(f"{sign} {bound:g}")
-            holds = holds and compare(value, bound)
-    limit = 2**63 if isinstance(value, int) else math.inf
-    if not abs(value) < limit:  # also for NaN
-        requirements.append("< 2**63" if isinstance(value, int) else "finite")
-        holds = False
-    error = f"{member.name}={value}: must be {' and '.join(requirements)}"
-    errors.check(holds, error, f"Leave out {member.name} for its default, {member.default}")
+def _check_number(member: Field[Any], value: float, errors: Errors) -> None:
+    """Check that a number is within its bounds and fits into 64 bits."""
+    broken = []
+    for rule, (sign, holds) in BOUNDS.items():
+        bound = member.metadata.get(rule)
+        if bound is not None and not holds(value, bound):
+            broken.append(f"{sign} {bound:g}")
+    if not abs(value) < 2**63:  # also for NaN
+        broken.append("finite and < 2**63")
+    errors.check(not broken, f"{member.name}={value}: must be {' and '.join(broken)}")
 
 
 def _check_text(member: Field[Any], value: str, errors: Errors) -> None:
@@ -147,11 +136,6 @@ def _check_text(member: Field[Any], value: str, errors: Errors) -> None:
         errors.check(exists, f"Model file not found: {value}", remedy)
 
 
-def is_positional(member: Field[Any]) -> bool:
-    """Return whether a field of Settings is given without its name (tyro.conf.Positional)."""
-    return get_origin(member.type) is Annotated
-
-
 def changeable(settings_class: type[Settings]) -> set[str]:
     """Return the names of the settings that a resumed run may change."""
     return {member.name for member in fields(settings_class) if member.metadata.get("changeable")}
@@ -159,93 +143,90 @@ def changeable(settings_class: type[Settings]) -> set[str]:
 
 def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a text that lists the settings whose values changed, or "" if there are none."""
-    names = [name for name in now if str(then.get(name)) != str(now[name])]
-    return "; ".join(f"{name} was {then.get(name)}, now {now[name]}" for name in names)
+    differences = []
+    for name, value in now.items():
+        before = then.get(name)
+        if str(before) != str(value):
+            differences.append(f"{name} was {before}, now {value}")
+    return "; ".join(differences)
 
 
 # --------------------------------------------------------------------------------------------------
 # command line
 
 
-def parse_settings(
-    settings_class: type[S], script: str, argv: list[str] | None = None, check: bool = True
-) -> S:
-    """Return the settings of a script (its name without .py).
+def parse_settings(settings_class: type[S], script: str, argv: list[str] | None = None) -> S:
+    """Return the checked settings of a script (its name without .py), and print a note for each
+    given name that has no effect.
 
-    The settings file is the value of --config, or the first word if the script has no positional
-    setting. tyro ends the process with status 2 at an error of the command line. With `check`,
-    check the rules of the settings too, and print a note for each given name that has no effect;
-    raise UserError for an error there or in the settings file.
+    tyro ends the process with status 2 at an unknown name or a wrong type; otherwise raise a
+    UserError that lists all errors.
     """
-    ignored = settings_class.without_effect
-    file_first = not any(map(is_positional, fields(settings_class)))
-    given, words = split_config(sys.argv[1:] if argv is None else argv, script, ignored, file_first)
-    path = given["config"]
-    values = values_of_section(read_config(path), given["section"] or script)
-    default = settings_of_values(settings_class, values, f"settings file {path}: {script}.py")
-    settings = parse_words(default, script, words)
-    if check:
-        settings.errors().raise_if_any()
-        for name, reason in ignored.items():
-            if given[name] is not None or name in values:
-                print0(f"--{name} has no effect here: {reason}")
+    words = sys.argv[1:] if argv is None else argv
+    classes = {script: settings_class}
+    given = parse_sections(classes, script, words, {})
+    contents = read_config(given["config"])
+    values = values_of_section(contents, given["section"] or script)
+    given = parse_sections(classes, script, words, values)
+    settings: S = given[script]
+    settings.errors().raise_if_any()
+    for name, reason in settings.without_effect.items():
+        if given[name] is not None:
+            print0(f"--{name} has no effect here: {reason}")
     return settings
-
-
-def split_config(
-    argv: list[str], script: str, ignored: Collection[str] = (), file_first: bool = True
-) -> tuple[dict[str, str | None], list[str]]:
-    """Return the values of --config (or the first word), --section and the `ignored` names, None
-    where they are not given, and the other words of a command line.
-    """
-    if file_first and argv and not argv[0].startswith("-"):
-        argv = [f"--config={argv[0]}", *argv[1:]]
-    members = [(name, str | None, None) for name in ("config", "section", *ignored)]
-    kind: Any = make_dataclass("Given", members)
-    given, words = tyro.cli(
-        kind,
-        prog=f"{script}.py",
-        args=argv,
-        use_underscores=True,
-        add_help=False,
-        return_unknown_args=True,
-    )
-    return vars(given), words
-
-
-def parse_words(default: T, script: str, words: list[str]) -> T:
-    """Return `default`, a dataclass, as changed by the words of a command line."""
-    return tyro.cli(
-        type(default),
-        default=default,
-        prog=f"{script}.py",
-        args=words,
-        description=f"{default.__doc__}\n\nA settings file of plain assignments: --config FILE.",
-        config=(tyro.conf.FlagConversionOff,),
-        use_underscores=True,
-    )
 
 
 def parse_sections(
     classes: Mapping[str, type[Settings]],
     script: str,
-    contents: Mapping[str, Any],
     words: list[str],
-) -> Mapping[str, Any]:
-    """Return the settings of several sections, of which each has a class: those of a settings file
-    with these contents, changed by the words of a command line, --SECTION.OPTION VALUE.
+    contents: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the settings of each section of `classes`, and by name the other options of the
+    command line: config, section, and the script's names without effect, None if not given.
 
-    --help is for the section of the script alone.
+    words: a command line. An option of the section `script` is --OPTION VALUE, of another one
+    --SECTION.OPTION VALUE; --help lists the former.
+    contents: those of a settings file, which the words override.
     """
-    defaults = {}
-    for name, settings_class in classes.items():
-        values = values_of_section(contents, name)
-        where = f"settings file, section {name}"
-        defaults[name] = settings_of_values(settings_class, values, where)
+    own = classes[script]
+    if own.file_first and words and not words[0].startswith("-"):
+        words = ["--config", *words]
     if {"-h", "--help"} & {*words}:
-        parse_words(defaults[script], script, ["--help"])
-    kind = make_dataclass("Sections", classes.items())
-    return vars(parse_words(kind(**defaults), script, words))
+        classes = {script: own}
+    members: list[Any] = []
+    words_of_file = []
+    for section, settings_class in classes.items():
+        kind: Any = settings_class
+        prefix = f"--{section}."
+        if section == script:
+            kind = Annotated[kind, tyro.conf.OmitArgPrefixes]
+            prefix = "--"
+        members.append((section, kind))
+        for name, value in values_of_section(contents, section).items():
+            if isinstance(value, (list, tuple)):
+                words_of_file += [f"{prefix}{name}", *map(str, value)]
+            elif isinstance(value, float):
+                words_of_file.append(f"{prefix}{name}={value:.17g}")  # 1e3 as 1000, an integer
+            else:
+                words_of_file.append(f"{prefix}{name}={value}")
+    others = {
+        "config": "settings file of plain assignments, which the command line overrides",
+        "section": "its dict to read; None: the one named after the script",
+    }
+    for name, reason in own.without_effect.items():
+        others[name] = f"no effect: {reason}"
+    for name, meaning in others.items():
+        members.append((name, Annotated[str | None, tyro.conf.arg(help=meaning)], None))
+    given: Any = tyro.cli(
+        make_dataclass("Sections", members),
+        prog=f"{script}.py",
+        description=own.__doc__,
+        args=[*words_of_file, *words],
+        config=(tyro.conf.FlagConversionOff,),
+        use_underscores=True,
+    )
+    return vars(given)
 
 
 def option_names(words: list[str]) -> set[str]:
@@ -264,62 +245,12 @@ def values_of_section(contents: Mapping[str, Any], section: str) -> dict[str, An
     A file without the section is fine, but a similar name is probably a typing error.
     """
     values = {name: value for name, value in contents.items() if not isinstance(value, dict)}
-    sections = contents.keys() - values.keys()
-    if section in sections:
+    if section in contents:
         values.update(contents[section])
         return values
-    similar = ", ".join(difflib.get_close_matches(section, sections, cutoff=0.8))
-    require(not similar, f"the settings file has no section {section}; did you mean {similar}?")
+    similar = difflib.get_close_matches(section, map(str, contents), cutoff=0.8)
+    require(not similar, f"the settings file has no section {section}; it has {similar}")
     return values
-
-
-def settings_of_values(settings_class: type[S], values: Mapping[str, Any], where: str) -> S:
-    """Return the default settings changed by the values of a settings file; raise a UserError that
-    lists the wrong names and types.
-
-    where: the file and what it is read for, for errors.
-    """
-    # Without __post_init__, which is for the final values. Defaults are attributes of the class.
-    settings = settings_class.__new__(settings_class)
-    types = get_type_hints(settings_class)
-    errors = Errors()
-    for name, value in values.items():
-        if name in types:
-            try:
-                setattr(settings, name, _convert(value, types[name]))
-            except (TypeError, ValueError, OverflowError):
-                kind = inspect.formatannotation(types[name])
-                errors.check(False, f"{where}: {name}={value!r:.100}: must be {kind}")
-        elif name not in settings_class.without_effect:
-            errors.check(False, f"{where} has no option --{name}{_nearest(str(name), types)}")
-    errors.raise_if_any()
-    return settings
-
-
-def _convert(value: Any, kind: Any) -> Any:
-    """Return a value of a settings file as the type of a setting; raise an error if it has another.
-
-    A list stands for a tuple, and a number is an integer or a float as the setting needs it.
-    """
-    arguments = get_args(kind)
-    if value in arguments:  # of a Literal
-        return value
-    if NoneType in arguments:
-        return value if value is None else _convert(value, arguments[0])
-    if Ellipsis in arguments and isinstance(value, (list, tuple)):
-        return tuple(_convert(item, arguments[0]) for item in value)
-    converted = kind(value)
-    if converted != value or isinstance(value, bool) != (kind is bool):
-        raise ValueError
-    return converted
-
-
-def _nearest(name: str, known: Collection[str]) -> str:
-    """Return the end of an error about an unknown name: the most similar known name, if any."""
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if matches:
-        return f"; did you mean {matches[0]}?"
-    return "; --help lists them"
 
 
 def read_config(path: str | None) -> dict[str, Any]:
@@ -330,54 +261,37 @@ def read_config(path: str | None) -> dict[str, Any]:
     """
     if path is None:
         return {}
-    values = _read_file(path)
+    values = _read_file(Path(path))
     if "base" not in values:
         return values
-    base = Path(path).parent / str(values.pop("base"))
-    require(base.is_file(), f"settings file {path}: its base {base} is not a file")
-    merged = _read_file(str(base))
+    merged = _read_file(Path(path).parent / str(values.pop("base")))
     for name, value in values.items():
-        if isinstance(value, dict) and isinstance(merged.get(name), dict):
-            merged[name].update(value)
+        if isinstance(value, dict):
+            merged.setdefault(name, {}).update(value)
         else:
             merged[name] = value
     return merged
 
 
-def _read_file(path: str) -> dict[str, Any]:
-    """Return the assignments of one settings file; raise a UserError that lists the other lines."""
-    text = "".join(read_pieces(path))
-    try:
-        tree = ast.parse(text)
-        compile(tree, path, "exec")  # only finds further syntax errors; nothing is executed
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        reason = str(error) or "nested too deep"
-        raise UserError(f"ERROR: cannot read settings file {path}: {reason}") from None
-    errors = Errors()
+def _read_file(path: Path) -> dict[str, Any]:
+    """Return the assignments of one settings file."""
     values: dict[str, Any] = {}
-    for statement in tree.body:
-        try:
+    with reading(path, RULE):
+        tree = ast.parse("".join(read_pieces(path)))
+        compile(tree, path, "exec")  # only finds an argument given twice; nothing is executed
+        for statement in tree.body:
             match statement:
                 case ast.Assign([ast.Name(name)], value) if name not in values:
                     values[name] = _evaluate(value)
-                    json.dumps(values[name])  # refuses sets, bytes, and integers of many digits
                 case ast.Import() | ast.Expr(ast.Constant()):
                     pass  # `import time`, for str(time.time()); a docstring
                 case _:
-                    raise ValueError("only plain assignments `name = value` are read, none twice")
-        except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
-            line = f"settings file {path}, line {statement.lineno}"
-            errors.check(False, f"{line}: {first_line(error):.200}; nothing is executed")
-    errors.raise_if_any()
+                    raise ValueError(f"line {statement.lineno}")
     return values
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """Return the value of an expression of a settings file.
-
-    The expression is a literal, dict(NAME=VALUE), str(time.time()), or two values joined by + or *:
-    what nanoGPT's settings files contain.
-    """
+    """Return the value of an expression of a settings file; raise an error if RULE excludes it."""
     match node:
         case ast.Call(ast.Name("dict"), [], keywords):
             return {keyword.arg: _evaluate(keyword.value) for keyword in keywords}
@@ -386,12 +300,6 @@ def _evaluate(node: ast.expr) -> Any:
         case ast.BinOp(left, ast.Add(), right):
             return _evaluate(left) + _evaluate(right)
         case ast.BinOp(left, ast.Mult(), right):
-            factors = (_evaluate(left), _evaluate(right))
-            if not all(isinstance(factor, (int, float)) for factor in factors):
-                raise ValueError("* is for numbers")  # a repeated text could fill the memory
-            return math.prod(factors)
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        rule = "a value must be a literal, or literals joined by + or *"
-        raise ValueError(rule) from None
+            # The signs refuse a text, which could fill the memory if it were repeated.
+            return +_evaluate(left) * +_evaluate(right)
+    return ast.literal_eval(node)

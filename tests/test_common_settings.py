@@ -46,6 +46,7 @@ class Tiny(Settings):
 class Texts(Settings):
     """Read texts."""
 
+    file_first: ClassVar = False
     paths: tyro.conf.Positional[tuple[str, ...]] = ()
     name: str | None = None
 
@@ -53,8 +54,20 @@ class Texts(Settings):
         errors.check(bool(self.paths), "no text")
 
 
-def parse(*argv, **keywords):
-    return parse_settings(Tiny, "train", list(argv), **keywords)
+def parse(*argv):
+    return parse_settings(Tiny, "train", list(argv))
+
+
+@pytest.fixture
+def boxed(capsys):
+    """Return what tyro says of a command line that it refuses."""
+
+    def refused(*argv) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            parse(*argv)
+        return capsys.readouterr().err
+
+    return refused
 
 
 def refused(*argv) -> str:
@@ -96,10 +109,8 @@ def test_options_in_every_form():
         ("--config", "Missing value for argument '--config'"),
     ],
 )
-def test_tyro_refuses_a_wrong_command_line(words, said, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        parse(*words.split())
-    assert said in capsys.readouterr().err
+def test_tyro_refuses_a_wrong_command_line(words, said, boxed):
+    assert said in boxed(*words.split())
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"])
@@ -111,52 +122,42 @@ def test_all_errors_are_reported_at_once():
     message = refused("--batch_size=0", "--learning_rate=nan", "--model_path=absent.pt")
     assert message.splitlines() == [
         "Validation Errors:",
-        "  ERROR: batch_size=0: must be >= 1 and <= 64",
-        "  ERROR: learning_rate=nan: must be > 0 and finite",
+        "  ERROR: batch_size=0: must be >= 1",
+        "  ERROR: learning_rate=nan: must be > 0 and finite and < 2**63",
         "  ERROR: Model file not found: absent.pt",
         "",
         "Suggested fixes:",
-        "  SUGGESTION: Leave out batch_size for its default, 8",
-        "  SUGGESTION: Leave out learning_rate for its default, 0.001",
         "  SUGGESTION: Check that the model checkpoint file exists and the path is correct",
     ]
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(65, "<= 64"), (9 * 10**19, "<= 64 and < 2**63"), (13, "unlucky")]
+    ("value", "said"),
+    [(65, "<= 64"), (9 * 10**19, "<= 64 and finite and < 2**63"), (13, "unlucky")],
 )
 def test_a_value_out_of_range(value, said):
     assert said in refused(f"--batch_size={value}")
-    assert parse(f"--batch_size={value}", check=False).batch_size == value
 
 
-def test_wrong_names_and_types_of_a_settings_file_are_one_report(written):
-    path = written(
-        "batchsize = 3\nlearning_rate = 'fast'\nmin_lr = True\nbatch_size = 2.5\ncompile = 1\n"
-        "contexts = [8, None]\noptimizer = 'sgd'\ntrain = {1: 2}\n"
-    )
-    message = refused(path, "--optimizer", "sgd")
-    assert message.split(f"\n  ERROR: settings file {path}: train.py") == [
-        "Validation Errors:",
-        " has no option --batchsize; did you mean batch_size?",
-        ": learning_rate='fast': must be float",
-        ": min_lr=True: must be float | None",
-        ": batch_size=2.5: must be int",
-        ": compile=1: must be bool",
-        ": contexts=[8, None]: must be tuple[int, ...]",
-        ": optimizer='sgd': must be Literal['adamw', 'muon']",
-        " has no option --1; --help lists them",
-    ]
-    message = refused(written("batch_size = 65\nx = open('y')\ny = 8 - 1\n"))
-    assert "line 2: a value must be" in message and "line 3: a value must be" in message
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("batchsize = 3\ntrain = {1: 2}", "Unrecognized options: --batchsize=3, --1=2"),
+        ("learning_rate = 'fast'", "could not convert string to float: 'fast'"),
+        ("min_lr = True", "--min_lr"),
+        ("batch_size = 2.5", "--batch_size"),
+        ("compile = 1", "invalid choice '1' for argument '--compile'"),
+        ("contexts = [8, None]", "--contexts"),
+    ],
+)
+def test_tyro_refuses_wrong_names_and_types_of_a_settings_file(text, said, written, boxed):
+    assert said in boxed(written(text))
 
 
 @pytest.mark.parametrize("argv", [["--eval_iters=20"], ["--eval-iters", "20"]])
 def test_a_name_without_effect_is_accepted_and_noted_once(argv, written, capsys):
-    """The command line overrides the settings file; without checks nothing is printed."""
+    """In the settings file and on the command line."""
     path = written("eval_iters = 200\nbatch_size = 4\n")
-    assert parse(path, *argv, check=False) == Tiny(batch_size=4)
-    assert capsys.readouterr().out == ""
     assert parse(path, *argv, "--compile=True") == Tiny(batch_size=4, compile=True)
     assert capsys.readouterr().out == "--eval_iters has no effect here: all is evaluated\n"
 
@@ -165,7 +166,7 @@ def test_the_help_is_that_of_tyro(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     text = capsys.readouterr().out
-    assert "sequences in a batch (default: 8)" in text and "eval_iters" not in text
+    assert "sequences in a batch (default: 8)" in text and "no effect: all is evaluated" in text
 
 
 def test_a_settings_file_gives_defaults(written):
@@ -180,15 +181,6 @@ def test_a_settings_file_gives_defaults(written):
         assert read_config(str(config))
 
 
-def test_an_error_without_a_message_is_named_by_its_type(written, monkeypatch):
-    def fail(node):
-        raise MemoryError
-
-    monkeypatch.setattr("common.settings._evaluate", fail)
-    path = written("run_name = 'x'")
-    assert "line 1: MemoryError; nothing" in refused(path)
-
-
 def test_a_dict_of_a_settings_file_is_a_section(written):
     path = written(
         "train = dict(contexts=(8, 16))\nnatural_model = dict(batch_size=2, contexts=[4])\n"
@@ -196,7 +188,7 @@ def test_a_dict_of_a_settings_file_is_a_section(written):
     assert parse(path).contexts == (8, 16)
     assert parse(path, "--section", "natural_model") == Tiny(batch_size=2, contexts=(4,))
     assert parse(path, "--section=another") == Tiny()
-    assert "did you mean natural_model?" in refused(path, "--section=natrual_model")
+    assert "it has ['natural_model']" in refused(path, "--section=natrual_model")
 
 
 def test_a_settings_file_in_nanogpts_form(written):
@@ -214,28 +206,25 @@ def test_a_settings_file_in_nanogpts_form(written):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        ("from os import getcwd", "only plain assignments"),
-        ("batch_size = __import__('os').getcwd()", "nothing is executed"),
-        ("import os\nbatch_size = os.getpid()", "nothing is executed"),
-        ("batch_size = 'a' + 1", "can only concatenate str"),
-        ("batch_size = 'a' * 99999999999", "is for numbers"),
-        ("train = {'contexts': [8, 0x" + "f" * 5000 + "]}", "integer string conversion"),
-        ("run_name = str(dict(a=1))", "must be a literal"),
-        ("train = dict(contexts=[{1}, b'x'])", "type set is not"),
-        ("train = 3\ntrain = 3", "none twice"),
-        ("batch_size = (", "cannot read settings file"),
-        ("train = dict(batch_size=1, batch_size=2)", "keyword argument repeated"),
-        ("x = " + "(" * 500 + ")" * 500, "settings file"),
+        "from os import getcwd",
+        "batch_size = __import__('os').getcwd()",
+        "batch_size = 8 - 1",
+        "batch_size = 'a' + 1",
+        "batch_size = 'a' * 99999999999",
+        "run_name = str(dict(a=1))",
+        "train = 3; train = 3",
+        "batch_size = (",
+        "train = dict(batch_size=1, batch_size=2)",
+        "x = " + "(" * 500 + ")" * 500,
     ],
 )
-def test_a_settings_file_is_data(written, text, said):
-    path = written(text)
+def test_a_settings_file_is_data(written, text):
+    path = written(f"import os\n{text}")
     message = refused(path)
-    assert message.startswith("ERROR: ") and said in message and "\n" not in message
-    with pytest.raises(UserError, match="settings file"):
-        read_config(path)
+    assert message.startswith(f"ERROR: {path} cannot be read (")
+    assert message.endswith("nothing is executed") and "\n" not in message
 
 
 def test_settings_that_a_resumed_run_may_change():
@@ -247,14 +236,13 @@ def test_settings_that_a_resumed_run_may_change():
     assert differing_settings(before, {"a": 1}) == ""
 
 
-def test_a_settings_file_starts_from_its_base(tmp_path):
+def test_a_settings_file_starts_from_its_base(tmp_path, boxed):
     (tmp_path / "first.py").write_text("seed = 1\ntrain = dict(a=1, b=2)\nsample = dict(c=3)\n")
     (tmp_path / "second.py").write_text("base = 'first.py'\nseed = 2\ntrain = dict(b=4)\n")
     (tmp_path / "third.py").write_text("base = 'second.py'\n")
     (tmp_path / "fourth.py").write_text("base = 'nowhere.py'\n")
     expected = {"seed": 2, "train": {"a": 1, "b": 4}, "sample": {"c": 3}}
     assert read_config(str(tmp_path / "second.py")) == expected
-    with pytest.raises(UserError, match="has no option --base"):  # one level only
-        parse(str(tmp_path / "third.py"))
-    with pytest.raises(UserError, match=r"its base .*nowhere.py is not a file"):
+    assert "--base=first.py" in boxed(str(tmp_path / "third.py"))  # one level only
+    with pytest.raises(UserError, match=r"nowhere.py"):
         read_config(str(tmp_path / "fourth.py"))

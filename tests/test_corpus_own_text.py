@@ -110,7 +110,7 @@ def test_settings_of_stages(capsys):
         "--train_grpo.function_weight 1 2 --natural_model b.pt --natural_model.max_iters 5"
     )
     sections = parse_sections(
-        SECTIONS, "run_cycles", {"natural_model": {"n_layer": 3}, "device": "cpu"}, words.split()
+        SECTIONS, "run_cycles", words.split(), {"natural_model": {"n_layer": 3}, "device": "cpu"}
     )
     own = CycleSettings(text=("a.txt",), controls=False, natural_model="b.pt", device="cpu")
     assert sections["run_cycles"] == own
@@ -120,5 +120,5 @@ def test_settings_of_stages(capsys):
     )
     assert sections["natural_model"] == FurtherTrainSettings(n_layer=3, max_iters=5, device="cpu")
     with pytest.raises(SystemExit, match="2"):
-        parse_sections(SECTIONS, "run_cycles", {}, ["--trian.max_iters", "4"])
+        parse_sections(SECTIONS, "run_cycles", ["--trian.max_iters", "4"], {})
     assert "--train.max_iters" in capsys.readouterr().err

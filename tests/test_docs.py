@@ -30,7 +30,7 @@ from helpers import ROOT, make_checkpoint, make_corpus, make_text, settings_of
 from test_train import NANOGPT_TRAIN
 
 from common.log import read_records
-from common.settings import parse_sections, parse_settings, read_config, split_config
+from common.settings import parse_sections, read_config, values_of_section
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import RewardDataset
@@ -120,11 +120,15 @@ def check_command(line: str) -> list[str]:
     elif words and not words[1].startswith("tests/") and "--help" not in words:
         name = words[1].removesuffix(".py")
         assert words[0] == "python" and (ROOT / f"{name}.py").is_file(), words
-        if name == "run_cycles":
-            given, own = split_config(words[2:], name)
-            parse_sections(SECTIONS, name, read_config(given["config"]), own)
-        else:
-            parse_settings(settings_of(name), Path(name).name, words[2:], check=False)
+        script = Path(name).name
+        sections = {script: settings_of(name)}
+        if script == "run_cycles":
+            sections = SECTIONS
+        given = parse_sections(sections, script, words[2:], {})
+        contents = read_config(given["config"])
+        if script != "run_cycles":
+            contents = values_of_section(contents, given["section"] or script)
+        parse_sections(sections, script, words[2:], contents)
         return words
     return []
 

@@ -234,5 +234,5 @@ def test_a_text_that_cannot_be_read_is_refused(reading, reward_model, tmp_path, 
     (tmp_path / "one.txt").write_text("a")
     (tmp_path / "zhe.txt").write_text("\u0416")
     options, said = line.split(" => ")
-    assert said in refuse_in_one_line("evaluate", *as_arguments(reading), *options.split())
+    assert said in refuse("evaluate", *as_arguments(reading), *options.split())
     assert [page.read_text() for page in tmp_path.glob("*.html")] == ["<p>mine</p>"]

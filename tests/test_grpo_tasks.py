@@ -11,7 +11,7 @@ from helpers import TINY_GRPO, assert_same_weights, succeed, weights
 
 import train_grpo
 from common.log import read_records
-from common.settings import parse_settings
+from common.settings import parse_sections
 from corpus.corpus import Corpus
 from grpo import stopping
 from grpo.settings import GRPOSettings, resolve
@@ -170,7 +170,7 @@ CREDITS = """
 def test_auto_is_the_credit_of_least_variance(line):
     options, credit = line.split(" => ")
     options = ["--reward_model_path", "reward.pt", *options.split()]
-    settings = parse_settings(GRPOSettings, "train_grpo", options, check=False)
+    settings = parse_sections({"train_grpo": GRPOSettings}, "train_grpo", options, {})["train_grpo"]
     assert resolve(settings, is_ratio=True).credit == credit
 
 

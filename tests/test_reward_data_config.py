@@ -11,7 +11,7 @@ import pytest
 import reward_data_config
 import tokenization_manager
 from common.process import UserError
-from common.settings import parse_settings
+from common.settings import parse_sections
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationInfo
 
@@ -36,7 +36,7 @@ def text_config(files: dict[str, str], tmp_path: Path) -> RewardDataConfig:
 
 
 def errors(config: RewardDataConfig, **changes) -> list[str]:
-    return dataclasses.replace(config, **changes).errors().messages
+    return list(dataclasses.replace(config, **changes).errors().messages)
 
 
 def test_defaults_and_other_good_settings(text_config, files, tmp_path):
@@ -132,9 +132,9 @@ def test_a_dataset_is_binary_mode_with_its_files(files, tmp_path):
     assert errors(
         config, input_mode="text", train_bin=None, val_bin=None, data_path=files["input.txt"]
     ) == ["dataset is ignored in text mode"]
-    named = parse_settings(
-        RewardDataConfig, "prepare_reward_data", ["--dataset", "shakespeare"], check=False
-    )
+    sections = {"prepare_reward_data": RewardDataConfig}
+    words = ["--dataset", "shakespeare"]
+    named = parse_sections(sections, "prepare_reward_data", words, {})["prepare_reward_data"]
     assert named.input_mode == "binary" and named.train_bin.endswith("shakespeare/train.bin")
 
 

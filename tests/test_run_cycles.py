@@ -229,7 +229,7 @@ def plan(tmp_path: Path, text: str = CONFIG + CONTROLS, words=(), **changes: Any
     """Return the loop of a settings file, without running it."""
     settings = CycleSettings(out_dir=str(tmp_path / "out"), **changes)
     contents = read_config(str(write_config(tmp_path, text)))
-    sections = parse_sections(SECTIONS, "run_cycles", contents, list(words))
+    sections = parse_sections(SECTIONS, "run_cycles", list(words), contents)
     return Loop(settings, sections, contents)
 
 
