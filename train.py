@@ -7,7 +7,6 @@ Reads train.bin and val.bin, which data/NAME/prepare.py makes. Writes to out_dir
 Shapes: B sequences of T tokens.
 """
 
-import copy
 import itertools
 import math
 import time
@@ -29,11 +28,11 @@ from common.device import (
 from common.distributed import Ranks, no_sync, parallel, start_ranks
 from common.files import is_hub_name
 from common.log import counted, format_metrics, format_size, print0
-from common.process import run_main
+from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.corpus import Corpus, open_corpus
 from data_loader import WholeSplitBatches, get_batch, validation_part
-from losses import perplexity, token_losses
+from losses import token_losses
 from metrics.bootstrap import bootstrap_blocks
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
@@ -170,17 +169,6 @@ class TrainSettings(Settings):
         impossible = config.problem() or ""
         errors.check(not impossible, impossible, "Change --n_head or --n_embd")
 
-    def check_shape(self, config: GPTConfig) -> None:
-        """Raise UserError if a setting contradicts the shape of the checkpoint to start from."""
-        errors = Errors()
-        for name in SHAPE:
-            setting_value = getattr(self, name)
-            actual = getattr(config, name)
-            fits = setting_value in (actual, getattr(TrainSettings, name))
-            problem = f"{name}={setting_value}: {self.start_path}, from which this run starts,"
-            errors.check(fits, f"{problem} has {name}={actual}", f"Leave out --{name}")
-        errors.raise_if_any()
-
 
 @dataclass
 class FurtherTrainSettings(TrainSettings):
@@ -197,47 +185,53 @@ def run(settings: TrainSettings) -> dict[str, Any]:
     ranks = start_ranks(select_device(settings.device))
     dtype = select_dtype(settings.dtype, ranks.device)
     ranks.check_divides("batch_size", settings.batch_size)
-    if settings.eval_only:
-        return evaluate_checkpoint(settings, ranks, dtype)
-    if settings.compile:
-        check_compiler(ranks.device)
+    output = Path(settings.out_dir, settings.checkpoint_name)
 
-    # data, and the checkpoint to start from, if there is one
+    # data, and the checkpoint to start from or to evaluate, if there is one
     start = None
     block_size = settings.block_size
-    if settings.start_path is not None:
-        start, start_model = load_start(settings, settings.start_path)
-        block_size = start_model.config.block_size
+    path = settings.start_path
+    if settings.eval_only:
+        path = path or str(output)
+    if path is not None:
+        start, model = load_start(settings, path, ranks.device)
+        block_size = model.config.block_size
     corpus = open_corpus(settings.dataset, block_size + 1)
     if start is not None:
         ckpt.check_tokenizer(start, corpus.tokenizer)
+    if settings.eval_only:
+        losses = {}
+        for name in ("val_loss", "select_loss"):
+            losses.update(measure(model, corpus, settings, ranks, dtype, name))
+        print0(format_metrics(losses))
+        return losses
+    if start is not None:
         check_splits(start["data"], corpus.record)
+    if settings.compile:
+        check_compiler(ranks.device)
 
     # model: of the run to resume, of the checkpoint, or new
-    run = Run(output_path(settings), settings, ranks)
+    run = Run(output, settings, ranks)
     first_batch = 0
     if settings.init_from == "resume":
         model, first_batch = model_to_resume(run)
-    elif start is not None:
-        run.start(settings.overwrite)
-        model = start_model
-        first_batch = (start["training"] or {}).get("batches") or 0  # not to repeat its batches
     else:
         run.start(settings.overwrite)
-        model = new_model(settings, corpus.tokenizer)
+        if start is None:
+            model = new_model(settings, corpus.tokenizer)
+        elif start["training"] is not None:
+            first_batch = start["training"].get("batches") or 0  # not to repeat its batches
     best = train(run, settings, model.to(ranks.device), first_batch, corpus, dtype)
 
     # the best model, evaluated on the whole validation split
     print0(f"Stopped at step {run.step} by {run.reason}")
-    loss_text = f"{best.value:.4f} (perplexity {perplexity(best.value):.3f})"
-    print0(f"Best select_loss: {loss_text}, at step {best.at}")
-    best_model = copy.deepcopy(model)  # the state keeps the last model
-    best.restore(best_model)
-    val_loss = measure(best_model, corpus, settings, ranks, dtype, "val_loss")
+    print0(f"Best select_loss: {best.value:.4f}, at step {best.at}")
+    best.restore(model)
+    val_loss = measure(model, corpus, settings, ranks, dtype, "val_loss")
     run.log(run.step, final=True, kept_step=best.at, **val_loss)
     characters = {"characters_per_token": corpus.characters_per_token}
     record = {**best.figures, **val_loss, **characters}
-    save_model(run, best_model, corpus, record)
+    save_model(run, model, corpus, record)
     print0(f"Saved {run.output}")
     return {name: record[name] for name in record if name not in ("settings", "batches")}
 
@@ -277,10 +271,11 @@ def train(
         """Evaluate and log a step, save the state, then the model if it is the best so far."""
         losses = measure(model, corpus, settings, ranks, dtype, "select_loss")
         run.log(step, **figures, **losses)
+        shape = {name: getattr(model.config, name) for name in SHAPE}
         record = {
             "step": step,
             "batches": first_batch + step,
-            "settings": settings_of_model(settings, model.config),
+            "settings": {**asdict(settings), **shape},
             **losses,
         }
         loss = losses["select_loss"]
@@ -337,20 +332,26 @@ def save_model(run: Run, model: GPT, corpus: Corpus, record: dict[str, Any]) -> 
     ckpt.save_checkpoint(run.output, model, tokenization, corpus.record, record)
 
 
-def output_path(settings: TrainSettings) -> Path:
-    """Return where the best model is written."""
-    return Path(settings.out_dir, settings.checkpoint_name)
+def load_start(
+    settings: TrainSettings, path: str, device: torch.device
+) -> tuple[dict[str, Any], GPT]:
+    """Return a checkpoint and its model, cropped to a block size that is set.
 
-
-def load_start(settings: TrainSettings, path: str) -> tuple[dict[str, Any], GPT]:
-    """Return the checkpoint to start from, and its model, cropped to a block size that is set."""
+    Raise UserError if a setting contradicts the shape of the model.
+    """
     start = ckpt.load_checkpoint(path)
     start["config"] = replace(start["config"], dropout=settings.dropout)
-    model = ckpt.build_model(start, path).train()
+    model = ckpt.build_model(start, path, device).train()
     is_set = settings.block_size != TrainSettings.block_size
     if is_set and settings.block_size < model.config.block_size:
         model.crop_block_size(settings.block_size)
-    settings.check_shape(model.config)
+    for name in SHAPE:
+        value = getattr(settings, name)
+        actual = getattr(model.config, name)
+        require(
+            value in (actual, getattr(TrainSettings, name)),
+            f"{name}={value}: {path} has {name}={actual}: leave out --{name}",
+        )
     return start, model
 
 
@@ -371,9 +372,8 @@ def new_model(settings: TrainSettings, tokenizer: TokenizationManager) -> GPT:
     A BPE vocabulary is padded to a multiple of 64 ids; padding ids are never used.
     """
     seed_step(settings.seed, "weights")
-    config = GPTConfig(vocab_size=tokenizer.vocab_size, dropout=settings.dropout)
-    for name in SHAPE:
-        setattr(config, name, getattr(settings, name))
+    shape = {name: getattr(settings, name) for name in SHAPE}
+    config = GPTConfig(vocab_size=tokenizer.vocab_size, dropout=settings.dropout, **shape)
     padded_size = math.ceil(config.vocab_size / 64) * 64
     if tokenizer.method != "char" and padded_size > config.vocab_size:
         config.num_tokens = config.vocab_size
@@ -382,14 +382,6 @@ def new_model(settings: TrainSettings, tokenizer: TokenizationManager) -> GPT:
     if settings.optimizer == "muon":
         model.init_orthogonal()
     return model
-
-
-def settings_of_model(settings: TrainSettings, config: GPTConfig) -> dict[str, Any]:
-    """Return the settings with the model's shape, which a checkpoint may have decided."""
-    record = asdict(settings)
-    for name in SHAPE:
-        record[name] = getattr(config, name)
-    return record
 
 
 def make_schedule(settings: TrainSettings) -> optim.Schedule:
@@ -446,23 +438,6 @@ def measure(
             lambda: bootstrap_blocks(name, losses, corpus.interval_tokens, settings.seed)
         )
     return result
-
-
-def evaluate_checkpoint(
-    settings: TrainSettings, ranks: Ranks, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Print and return the losses of the checkpoint in out_dir, or of the one to start from."""
-    path = settings.start_path or output_path(settings)
-    checkpoint = ckpt.load_checkpoint(path)
-    model = ckpt.build_model(checkpoint, path, ranks.device)
-    corpus = open_corpus(settings.dataset, model.config.block_size + 1)
-    ckpt.check_tokenizer(checkpoint, corpus.tokenizer)
-    figures = {}
-    for name in ("val_loss", "select_loss"):
-        losses = measure(model, corpus, settings, ranks, dtype, name)
-        print0(format_metrics(losses))
-        figures.update(losses)
-    return figures
 
 
 def main() -> None:

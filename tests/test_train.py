@@ -94,9 +94,9 @@ def test_a_start_is_cut_to_a_smaller_context_as_in_nanogpt(options, tmp_path, co
 # Options, and what the error says.
 REFUSED = r"""
 --init_from scratchh => init_from=scratchh
---n_layer 2 => n_layer=2: {generator}, .*n_layer=1
---block_size 32 => block_size=32: {generator}, .*block_size=16
---bias True => bias=True: {generator}, .*bias=False
+--n_layer 2 => n_layer=2: {generator} has n_layer=1
+--block_size 32 => block_size=32: {generator} has block_size=16
+--bias True => bias=True: {generator} has bias=False
 --lr_schedule linear --min_lr 1e-4 => lr_schedule=linear: .*min_lr
 --lr_schedule cooldown --decay_lr False => lr_schedule=cooldown: decay_lr
 --init_from scratch --n_head 3 => n_embd=128 is not a multiple of n_head=3
