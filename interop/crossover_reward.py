@@ -1,11 +1,11 @@
 """How natural a text is by Hugging Face models, as a reward function for TRL.
 
-    python -c "from interop.crossover_reward import CrossoverReward; help(CrossoverReward)"
+    python -m interop.crossover_reward --text FILE --generator MODEL --natural_text texts/
 
 Shapes: B sequences of T tokens, V token ids; n natural blocks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from common.files import load_state, save_state
+from common.files import load_state, reading, save_state
 from common.log import print0
-from common.process import UserError, first_line, require, run_main, warn
+from common.process import UserError, require, run_main, warn
 from interop.samples import Samples, draw_samples
 from interop.trunk_head import TrunkHead, copy_tensors
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill
@@ -31,6 +31,7 @@ ROWS = 8  # sequences read at a time: their logits are B * T * V numbers
 SAMPLES = 2  # crossover samples of a natural block
 # Nats per token by which log-probabilities of one model may differ between two precisions
 MAX_DIFFERENCE = 0.05
+WAY_OUT = "fit the reward again"
 Rows = Sequence[Sequence[int]]  # token ids of sequences of any lengths
 
 
@@ -51,9 +52,11 @@ class CausalModel(nn.Module):
         was_training = self.model.training
         without_adapters = getattr(self.model, "disable_adapter", nullcontext)
         self.model.eval()
-        with without_adapters():
-            yield
-        self.model.train(was_training)
+        try:
+            with without_adapters():
+                yield
+        finally:
+            self.model.train(was_training)
 
     def outputs(self, idx: Tensor, **options: Any) -> Any:
         """Return what the model returns for sequences (B, T), with adapters disabled.
@@ -124,6 +127,7 @@ class CrossoverReward:
     """
 
     __name__ = "crossover_reward"  # in TRL's records
+    head: TwoModels | TrunkHead  # two classes with one interface
 
     def __init__(
         self,
@@ -136,40 +140,30 @@ class CrossoverReward:
         max_completion_length: int = 512,
     ) -> None:
         require(generator is not None, "the reward has no generator: pass its folder or model")
-        if tokenizer is None and isinstance(generator, str):
-            tokenizer = load_tokenizer(generator)
-        self.generator_name = None  # of a model that is loaded here
-        if natural_tokenizer is None and tokenizer is not None and isinstance(natural, str):
-            natural_tokenizer = load_tokenizer(natural)
-        if isinstance(natural, str):
-            natural = load_model(natural)
-        if isinstance(generator, str):
-            self.generator_name = generator
-            generator = load_model(generator)
-        self.tokenizer = tokenizer
+        self.given_generator = generator  # a name or a model, as CrossoverTrainer may get it too
+        generator, self.tokenizer = load_pair(generator, tokenizer)
+        natural, natural_tokenizer = load_pair(natural, natural_tokenizer)
         self.max_completion_length = max_completion_length  # CrossoverTrainer sets it
-        self.chat_template_kwargs: dict[str, Any] = {}  # those of GRPOConfig, for GRPOTrainer
         self.device = generator.device
         self.is_fitted = False
         self.figures: dict[str, Any] = {}  # of the last fit
-        self.samples: Samples | None = None  # to which the head was fitted
-        self.head: Any
+        # The generator of the last fit is known by log q of a sample `ids` (1, T).
+        self.known_by: dict[str, Any] | None = None
         if natural is None:
             vocab_size = generator.config.get_text_config().vocab_size
             self.head = TrunkHead(CausalModel(generator.eval(), vocab_size))
         else:
-            vocab_size = common_vocab_size(natural, generator, natural_tokenizer, tokenizer)
+            vocab_size = common_vocab_size(natural, generator, natural_tokenizer, self.tokenizer)
             require(
-                natural.device == generator.device,
-                f"the natural model is on {natural.device}, the generator on {generator.device}: "
+                natural.device == self.device,
+                f"the natural model is on {natural.device}, the generator on {self.device}: "
                 "move one to the other's device",
             )
-            parts: list[Any] = [
-                CausalModel(natural.eval(), vocab_size),
-                CausalModel(generator.eval(), vocab_size),
+            models: list[Any] = [
+                CausalModel(each.eval(), vocab_size) for each in (natural, generator)
             ]
-            self.head = TwoModels(*parts)
-            self.head.mixture.data = self.head.mixture.data.to(self.device)
+            with self.device:
+                self.head = TwoModels(*models)
         if weight is not None:
             self.set_weight(weight)
 
@@ -180,46 +174,31 @@ class CrossoverReward:
 
     def set_weight(self, weight: float) -> None:
         """Set w, the natural model's weight. Near 1 the policy's target is the natural model."""
-        require(
-            self.has_distributions,
-            f"weight={weight}: a head has none: pass a natural model too",
-        )
+        if not isinstance(self.head, TwoModels):
+            raise UserError(f"ERROR: weight={weight}: a head has none: pass a natural model too")
         require(0 < weight <= 1, f"weight={weight}: must be in (0, 1]; None: call fit()")
         self.head.mixture.data.fill_(weight).logit_(eps=1e-7)
         self.is_fitted = True
 
     @torch.no_grad()
-    def read(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return evidence log(m/q) (B, T) and log-probabilities under q (B, T - 1), float32.
-
-        The evidence of the first token is 0, and the second tensor begins with the second token.
-        Both are 0 after the end of a row.
-        """
-        require(self.is_fitted, self.head.missing)
-        ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (B, T)
-        lengths = torch.tensor([len(row) for row in rows])
-        evidence = []
-        start = []
-        for part in ids.to(self.device).split(ROWS):
-            of_part, start_of_part = self.head.read(part)
-            evidence.append(of_part)
-            start.append(start_of_part)
-        is_padding = (torch.arange(ids.size(1)) >= lengths[:, None]).to(self.device)  # (B, T)
-        return (
-            torch.cat(evidence).masked_fill(is_padding, 0.0),
-            torch.cat(start).masked_fill(is_padding[:, 1:], 0.0),
-        )
-
     def evidence(self, rows: Rows) -> Tensor:
         """Return log(m/q) (B, T) of every token; 0 for the first one and after the end of a row."""
-        return self.read(rows)[0]
+        require(self.is_fitted, self.head.missing)
+        padded = [torch.tensor(row, device=self.device) for row in rows]
+        ids = pad_sequence(padded, batch_first=True, padding_value=-1)  # (B, T)
+        evidence = [self.head.read(part)[0] for part in ids.clamp(min=0).split(ROWS)]
+        return torch.cat(evidence).masked_fill(ids < 0, 0.0)
 
     def token_probabilities(self, rows: Rows) -> Tensor:
         """Return P(token is natural) (B, T) given its whole row; 0 after the end of a row.
 
-        The last token of a row counts as generated.
+        It is 0 at the last token too, because K is less than a row's length.
         """
-        return probabilities_of_rows(self.evidence(rows), rows)
+        evidence = self.evidence(rows)
+        lengths = torch.tensor([len(row) for row in rows], device=self.device)
+        places = torch.arange(evidence.size(1), device=self.device)
+        is_impossible = places >= lengths[:, None] - 1  # (B, T)
+        return natural_probabilities(evidence.masked_fill(is_impossible, -torch.inf))
 
     def __call__(self, prompts: Sequence[Any], completion_ids: Rows, **_: Any) -> list[float]:
         """Return E[K] / T of each prompt with its completion."""
@@ -239,15 +218,22 @@ class CrossoverReward:
             "the reward has no tokenizer: pass it, or the generator's folder",
         )
         if isinstance(prompts[0], str):
-            return self.tokenizer(text=list(prompts))["input_ids"]
-        encoded = self.tokenizer.apply_chat_template(
-            list(prompts),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            **self.chat_template_kwargs,
-        )
+            encoded = self.tokenizer(text=list(prompts))
+        else:
+            encoded = self.tokenizer.apply_chat_template(
+                list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True
+            )
         return encoded["input_ids"]
+
+    @contextmanager
+    def _unchanged_after_error(self) -> Iterator[None]:
+        """Restore what was fitted if an error or Ctrl-C ends the block."""
+        before = deepcopy(self.head.fitted())
+        try:
+            yield
+        except BaseException:
+            copy_tensors(before, self.head.fitted())
+            raise
 
     def fit(
         self, blocks: Tensor, seed: int = 0, allow_unpredictive: bool = False
@@ -265,13 +251,12 @@ class CrossoverReward:
         samples = draw_samples(self.head.generator.model, blocks, SAMPLES, seed)
         is_report = samples.blocks >= count // 2
         select = samples.pick(~is_report)
-        before = deepcopy(self.head.fitted())
-        try:
-            report = samples.pick(is_report)
+        report = samples.pick(is_report)
+        with self._unchanged_after_error():
             figures, prediction = self.head.fit(select, report, seed)
-            skill = measure_skill(prediction, report.shares(), report.blocks, T, seed)
-            figures.update(skill)
-            figures["log_q"] = self._log_q(select)  # by which `load` knows the generator
+            figures.update(measure_skill(prediction, report.shares(), report.blocks, T, seed))
+            known_by = {"ids": select.ids[:1]}
+            figures["log_q"] = self._log_q(known_by)
             print0(describe_skill(figures))
             if not better_than_constant(figures["r2_low"]):
                 finding = f"{self.head.finding}: {self.head.way_out}"
@@ -280,17 +265,14 @@ class CrossoverReward:
                     f"{finding} (a program continues with fit(..., allow_unpredictive=True))",
                 )
                 warn(f"{finding}; continuing, because this is allowed")
-        except BaseException:  # Ctrl-C, too
-            copy_tensors(before, self.head.fitted())
-            raise
         self.is_fitted = True
         self.figures = figures
-        self.samples = select
+        self.known_by = known_by
         return figures
 
-    def _log_q(self, samples: Samples) -> float:
+    def _log_q(self, samples: Mapping[str, Any]) -> float:
         """Return the generator's mean log-probability of the tokens of the first sample."""
-        return self.head.read(samples.ids[:1].to(self.device))[1].mean().item()
+        return self.head.read(samples["ids"][:1].to(self.device))[1].mean().item()
 
     def save(self, path: str | Path) -> None:
         """Write the fitted weight or head, its figures and its samples to a file."""
@@ -299,7 +281,7 @@ class CrossoverReward:
             "kind": self.head.kind,
             "tensors": self.head.fitted(),
             "figures": self.figures,
-            "samples": self.samples and vars(self.samples),
+            "samples": self.known_by,
         }
         save_state(path, state)
 
@@ -308,36 +290,24 @@ class CrossoverReward:
 
         Raise UserError, and change nothing, if the file is damaged or of another generator.
         """
-        way_out = "fit the reward again"
-        state = load_state(path, way_out)
-        require(
-            state.get("kind") == self.head.kind,
-            f"{path} does not hold {self.head.kind}: {way_out}",
-        )
+        state = load_state(path, WAY_OUT)
         fitted = self.head.fitted()
-        # A damaged or hostile file can hold any value in any place.
-        try:
+        with reading(path, WAY_OUT), self._unchanged_after_error():
+            kind = state["kind"]
+            require(kind == self.head.kind, f"it holds {kind}, not {self.head.kind}")
             tensors = state["tensors"]
             for name, tensor in fitted.items():
-                found = tensors[name]
-                is_right = found.shape == tensor.shape and found.dtype == tensor.dtype
-                require(is_right and bool(found.isfinite().all()), f"invalid {name}")
-            if "layer" in fitted:
-                require(1 <= int(tensors["layer"]) <= self.head.num_layers, "invalid layer")
+                is_right = tensors[name].shape == tensor.shape and tensors[name].isfinite().all()
+                require(bool(is_right), f"invalid {name}")
+            copy_tensors(tensors, fitted)
             figures = dict(state["figures"])
             samples = state["samples"]
-            difference = 0.0
             if samples is not None:
-                samples = Samples(**samples)
                 difference = abs(self._log_q(samples) - figures["log_q"])
-        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-            reason = first_line(error)
-            raise UserError(f"ERROR: {path} is damaged ({reason}): {way_out}") from None
-        require(difference < MAX_DIFFERENCE, f"{path} was fitted to another generator: {way_out}")
-        copy_tensors(tensors, fitted)
+                require(difference < MAX_DIFFERENCE, "it was fitted to another generator")
         self.is_fitted = True
         self.figures = figures
-        self.samples = samples
+        self.known_by = samples
 
 
 def common_vocab_size(
@@ -355,10 +325,12 @@ def common_vocab_size(
     if natural_tokenizer is not None and generator_tokenizer is not None:
         natural_ids = ids_below(vocab_size, natural_tokenizer)
         is_same = natural_ids == ids_below(vocab_size, generator_tokenizer)
-    if not is_same:
-        finding = f"differs in vocabulary from the generator ({generator_size})"
-        way_out = "use a model of the same family, or train one on the generator's tokens"
-        raise UserError(f"ERROR: the natural model ({natural_size} token ids) {finding}: {way_out}")
+    require(
+        is_same,
+        f"the natural model ({natural_size} token ids) differs in vocabulary from the generator "
+        f"({generator_size}): use a model of the same family, or train one on the generator's "
+        "tokens",
+    )
     return vocab_size
 
 
@@ -367,16 +339,13 @@ def ids_below(limit: int, tokenizer: Any) -> dict[str, int]:
     return {token: number for token, number in tokenizer.get_vocab().items() if number < limit}
 
 
-def probabilities_of_rows(evidence: Tensor, rows: Rows) -> Tensor:
-    """Return P(token is natural) (B, T) from evidence (B, T) of rows of several lengths.
-
-    It is 0 after the end of a row and at its last token, because K is less than a row's length.
-    """
-    lengths = torch.tensor([len(row) for row in rows])
-    is_impossible = torch.arange(evidence.size(1)) >= lengths[:, None] - 1
-    return natural_probabilities(
-        evidence.masked_fill(is_impossible.to(evidence.device), -torch.inf)
-    )
+def load_pair(model: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """Return a model and its tokenizer, both loaded if the model is given by name."""
+    if isinstance(model, str):
+        if tokenizer is None:
+            tokenizer = load_tokenizer(model)
+        model = load_model(model)
+    return model, tokenizer
 
 
 def load_model(name: str, dtype: Any = "auto", gguf_file: str | None = None) -> Any:
@@ -395,8 +364,7 @@ def load_model(name: str, dtype: Any = "auto", gguf_file: str | None = None) -> 
 
 def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     """Load the tokenizer of a folder or hub name, with the special tokens that TRL demands."""
-    tokenizer_class = load_transformers().AutoTokenizer
-    tokenizer = loaded(tokenizer_class, name, gguf_file)
+    tokenizer = loaded(load_transformers().AutoTokenizer, name, gguf_file)
     if tokenizer.eos_token is None:
         # An id beyond the model's is never generated; padding is masked.
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
@@ -407,10 +375,8 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
 
 def loaded(kind: Any, name: str, gguf_file: str | None, **options: Any) -> Any:
     """Return `kind.from_pretrained(name)`; execute nothing. Raise UserError if it fails."""
-    try:
+    with reading(name, "pass a folder or a hub name"):
         return kind.from_pretrained(name, trust_remote_code=False, gguf_file=gguf_file, **options)
-    except Exception as error:  # damaged files can raise anything
-        raise UserError(f"ERROR: {name} cannot be read: {first_line(error):.300}") from None
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer, with the crossover reward at every token of a completion.
 
-    python -c "from interop.crossover_trainer import CrossoverTrainer; help(CrossoverTrainer)"
+    python -m examples.trl_task
 
 It minimises the divergence of the policy from the mixture m of the reward's two models, over the
 whole vocabulary. TRL's loss of further reward functions is added.
@@ -86,24 +86,26 @@ class CrossoverTrainer(GRPOTrainer):
             "the model has a processor of images: "
             "pass its tokenizer as processing_class, because the reward reads only text",
         )
-        name = reward.__name__
         self.has_functions = self.reward_funcs != [self.crossover_reward]
         if reward_funcs:
             require(
-                name not in self.reward_func_names,
-                f"{name} is the trainer's own reward: rename the reward function",
+                reward.__name__ not in self.reward_func_names,
+                f"{reward.__name__} is the trainer's own reward: rename the reward function",
             )
         elif self.has_functions:  # an environment of TRL has added its own reward
             self.reward_weights[0] = 0
         self.reward = reward
         reward.max_completion_length = args.max_completion_length
-        self._share_fitted()
+        head: Any = reward.head
+        # Each process has fitted for itself: all take what the first one has fitted.
+        for tensor in head.fitted().values():
+            tensor.copy_(broadcast(tensor))
         policy = self.accelerator.unwrap_model(self.model)
-        generator = reward.head.generator
+        generator = head.generator
         if is_peft_model(policy):
             is_same = generator.model in (policy, policy.get_base_model())
             # A model with a name was loaded twice, by the reward and by TRL: keep one.
-            if is_same or model == reward.generator_name:
+            if is_same or model == reward.given_generator:
                 generator.model = policy  # read with its adapters off
         else:
             require(
@@ -115,14 +117,9 @@ class CrossoverTrainer(GRPOTrainer):
             not self.aux_loss_enabled,
             "the model has a loss of routers, which would be left out: set router_aux_loss_coef=0",
         )
-        self.policy = CausalModel(policy, reward.head.natural.config.vocab_size)
-        for causal_model in (self.policy, reward.head.natural, generator):
+        self.policy = CausalModel(policy, head.natural.config.vocab_size)
+        for causal_model in (self.policy, head.natural, generator):
             check_logits(causal_model)
-
-    def _share_fitted(self) -> None:
-        """Give all processes what the first one has fitted; each has fitted for itself."""
-        for tensor in self.reward.head.fitted().values():
-            tensor.copy_(broadcast(tensor))
 
     def crossover_reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
         """Return E[K] / T of each completion (B), or 0 where it is not measured."""
@@ -150,7 +147,7 @@ class CrossoverTrainer(GRPOTrainer):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self.crossover_reward in self.reward_funcs:
             if not self._is_read:
-                return torch.full_like(rewards, torch.nan)
+                rewards[:, 0] = torch.nan
         elif self._is_read:
             shares = self.crossover_reward(completion_ids_list)
             self._log_metric(f"rewards/{name}/mean", sum(shares) / len(shares))
@@ -161,22 +158,17 @@ class CrossoverTrainer(GRPOTrainer):
         """Return TRL's batch with the advantages (B, C) of sampled tokens."""
         batch = super()._generate_and_score_completions(inputs)
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)  # (B, C)
-        advantages = batch["advantages"][:, None] * mask  # (B, C)
+        batch["advantages"] = self._task_weight() * batch["advantages"][:, None] * mask  # (B, C)
         rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None)
         require(
             rotary is not None or bool(batch["prompt_mask"].all()),
             "the model has no rotary positions: use prompts of equal length",
         )
-        if self.has_functions:
-            batch["advantages"] = self._task_weight() * advantages
-        else:
-            batch["advantages"] = torch.zeros_like(advantages)
         return batch
 
-    def _log_and_check(self, figures: dict[str, Tensor], mask: Tensor) -> None:
-        """Log the means of figures (B, C) over the mask, and check that the policy starts as q."""
-        num_tokens = mask.sum().clamp(min=1)
-        difference = (figures["kl_start"] * mask).abs().sum() / num_tokens
+    def _log_and_check(self, num_tokens: Tensor) -> None:
+        """Log means of terms over the tokens that count, and check that the policy starts as q."""
+        difference = self._terms["kl_start"].abs().sum() / num_tokens.clamp(min=1)
         is_start = self.model.training and self.state.global_step == 0
         require(
             not is_start or bool(difference <= MAX_START_DIFFERENCE),
@@ -184,10 +176,10 @@ class CrossoverTrainer(GRPOTrainer):
             "at its start: make the reward from the model that is trained",
         )
         metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, values in figures.items():
-            sums = torch.stack(((values * mask).sum(), mask.sum()))
-            total, num_tokens = self.accelerator.reduce(sums)
-            metrics[f"crossover/{name}"].append((total / num_tokens.clamp(min=1)).item())
+        for name in ("divergence", "evidence", "kl_start"):
+            sums = torch.stack((self._terms[name].sum(), num_tokens))
+            total, count = self.accelerator.reduce(sums)
+            metrics[f"crossover/{name}"].append((total / count.clamp(min=1)).item())
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Return TRL's loss () of sampled tokens, plus the divergence from m.
@@ -202,8 +194,7 @@ class CrossoverTrainer(GRPOTrainer):
         self._token_weights = mask / num_tokens
         loss = super()._compute_loss(model, inputs)
         self._token_weights = None
-        figures = ("divergence", "evidence", "kl_start")
-        self._log_and_check({name: self._terms[name] for name in figures}, mask)
+        self._log_and_check(mask.sum())
         return loss + self._terms["loss"]
 
     def _get_per_token_logps_and_entropies(
@@ -232,11 +223,13 @@ class CrossoverTrainer(GRPOTrainer):
         return self._terms["log_probs"], self._terms["entropy"], None
 
     def _task_weight(self) -> float:
-        """Return the factor of TRL's advantages: 1, or the largest absolute weight.
+        """Return the factor of TRL's advantages: 1, or the largest absolute weight; 0 without task.
 
         When TRL divides by a standard deviation, a factor that all weights share cancels. It always
         divides with normalize_then_sum.
         """
+        if not self.has_functions:
+            return 0.0
         is_sum = self.multi_objective_aggregation == "sum_then_normalize"
         if is_sum and self.scale_rewards == "none":
             return 1.0

@@ -1,6 +1,6 @@
 """Crossover samples of natural blocks: a causal model of transformers writes their ends.
 
-    python -c "from interop.samples import draw_samples; help(draw_samples)"
+    python -m interop.crossover_reward --text FILE --generator MODEL --natural_text texts/
 
 Shapes: n natural blocks of T tokens, m samples.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.device import random_stream
 from common.log import counted
-from common.process import UserError
+from common.process import require
 from training.huggingface import load_transformers
 
 ROWS = 64  # sequences generated at a time
@@ -28,7 +28,6 @@ class Samples:
     A sample with crossover K has the first K tokens of its natural block.
     """
 
-    natural: Tensor  # (n, T): the blocks
     ids: Tensor  # (m, T)
     crossovers: Tensor  # (m,)
     blocks: Tensor  # (m,): numbers of the samples' blocks
@@ -43,7 +42,7 @@ class Samples:
 
     def pick(self, rows: Tensor) -> "Samples":
         """Return the samples of row numbers (k,), or those where a mask (m,) is True."""
-        return Samples(self.natural, self.ids[rows], self.crossovers[rows], self.blocks[rows])
+        return Samples(self.ids[rows], self.crossovers[rows], self.blocks[rows])
 
 
 def draw_samples(model: Any, blocks: Tensor, num_each: int, seed: int) -> Samples:
@@ -53,12 +52,11 @@ def draw_samples(model: Any, blocks: Tensor, num_each: int, seed: int) -> Sample
     """
     count, T = blocks.shape
     different = np.linspace(1, T - 1, CROSSOVERS).round().astype(np.int64)
-    draw = random_stream(seed, "fit")
-    drawn = draw.permutation(np.resize(different, count * num_each))
+    drawn = random_stream(seed, "fit").permutation(np.resize(different, count * num_each))
     crossovers = torch.from_numpy(drawn)  # (m,)
     natural = blocks.repeat_interleave(num_each, 0)  # (m, T)
     ids = complete(model, natural, crossovers, seed)
-    return Samples(blocks, ids, crossovers, torch.arange(count).repeat_interleave(num_each))
+    return Samples(ids, crossovers, torch.arange(count).repeat_interleave(num_each))
 
 
 @torch.no_grad()
@@ -71,8 +69,7 @@ def complete(
     """
     T = natural.size(1)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", T)
-    if positions < T:
-        raise UserError(f"ERROR: blocks of {T} tokens: the generator reads at most {positions}")
+    require(positions >= T, f"blocks of {T} tokens: the generator reads at most {positions}")
     ids = natural.clone()
     kept = model.generation_config
     model.generation_config = load_transformers().GenerationConfig(

@@ -14,7 +14,7 @@ from helpers import ROOT
 from test_interop_trl_uses import make_trainer
 
 from common.process import UserError
-from interop.crossover_reward import CrossoverReward, load_tokenizer
+from interop.crossover_reward import CausalModel, CrossoverReward, load_tokenizer
 from reward.heads import LikelihoodRewardModel
 from reward.posterior import natural_probabilities
 from training.checkpoint import build_model, load_checkpoint
@@ -97,6 +97,13 @@ def tiny_gpt2():
 
     sizes = {"n_positions": 16, "n_layer": 1, "n_head": 1, "n_embd": 8}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=25, **sizes))
+
+
+def test_a_model_trains_on_after_an_error():
+    model = CausalModel(tiny_gpt2().train(), 25)
+    with pytest.raises(IndexError):
+        model.trunk(torch.tensor([[25]]))
+    assert model.model.training
 
 
 def prompts(texts):

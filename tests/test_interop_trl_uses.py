@@ -157,13 +157,13 @@ def rollout(prompts, trainer):
 
 
 class Game:
-    """An environment of TRL with a reward of its own."""
+    """An environment of TRL with a reward of its own, which differs between completions."""
 
     def reset(self, **_):
-        pass
+        self.reward = torch.rand(()).item()
 
     def get_reward(self):
-        return 1.0
+        return self.reward
 
 
 def lora(**options):
@@ -201,8 +201,6 @@ def named(models, tmp_path_factory):
         "callbacks": [EarlyStoppingCallback(1)],
         "lora": lora(),
         "adapted": get_peft_model(load_model(models[0]), lora()),
-        "game": Game,
-        "none": None,
     }
 
 
@@ -253,7 +251,6 @@ train_dataset=chats --chat_template_kwargs {"enable_thinking":false}
 train_dataset=iterable
 train_dataset=stream --steps_per_generation 2 --max_steps 3
 reward_funcs=score rollout_func=rollout
-train_dataset=chats reward_funcs=none environment_factory=game
 model=module optimizers=optimizers
 model=adapted --beta .1
 peft_config=lora --beta .1
@@ -313,6 +310,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(models, tmp_path, adapters):
         trainer.train(resume_from_checkpoint=start)
         weights.append(trainer.model.state_dict())
     torch.testing.assert_close(weights[0], weights[1])
+
+
+def test_an_environment_has_advantages_in_every_step(models, named, tmp_path):
+    """Also in steps whose crossover reward is not measured."""
+    from interop.crossover_trainer import CrossoverTrainer
+
+    kind = keeping(CrossoverTrainer)
+    parts = {"train_dataset": named["chats"], "environment_factory": Game}
+    trainer = make_trainer(models, tmp_path, "--max_steps 2 --logging_steps 2", kind, **parts)
+    assert check_training(trainer)["rewards/crossover_reward/mean"] > 0
+    assert trainer.kept["advantages"].any()
 
 
 def test_tokens_that_an_environment_wrote_have_no_advantage(models, tmp_path):
