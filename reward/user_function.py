@@ -7,18 +7,17 @@ Shapes: R sequences of N tokens.
 
 import contextlib
 import functools
-import inspect
 import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.process import UserError
+from common.process import UserError, first_line, require
 from common.settings import Errors
 
 RESERVED_ENDINGS = ("_low", "_high")  # of the ends of intervals: fresh_reward_NAME_low
@@ -27,25 +26,23 @@ RESERVED_ENDINGS = ("_low", "_high")  # of the ends of intervals: fresh_reward_N
 class RewardFunction:
     """A user's function in TRL's form, and its weight.
 
-    The function is called with those of these arguments that it takes: prompts, completions (R str
-    each), prompt_ids, completion_ids (R lists of int each).
+    The function is called with keywords: prompts, completions (R str each), prompt_ids and
+    completion_ids (R lists of int each). It accepts those that it does not use as **kwargs.
     """
 
     def __init__(
         self, name: str, decode: Callable[[list[int]], str] = str, weight: float = 1.0
     ) -> None:
         """Execute FILE.py of the name FILE.py:NAME. `decode` turns token ids into text."""
-        file, _, self.short_name = name.rpartition(":")
         self.name = name
-        self.path = Path(file)
+        self.file, _, self.short_name = name.rpartition(":")
         self.decode = decode
         self.weight = weight
-        if not file.endswith(".py") or not self.path.is_file():
-            self._fail("must be FILE.py:NAME, FILE.py an existing file")
         with self._guarded():
-            self.function: Any = execute_file(self.path).get(self.short_name)
-        if not callable(self.function):
-            self._fail(f"{self.path} has no function {self.short_name!r}")
+            is_file = self.file.endswith(".py") and Path(self.file).is_file()
+            require(is_file, "must be FILE.py:NAME, FILE.py an existing file")
+            self.function: Any = execute_file(self.file).get(self.short_name)
+            require(callable(self.function), f"{self.file} has no function {self.short_name!r}")
 
     def __call__(self, ids: Tensor, written: Tensor) -> Tensor:
         """Return float32 rewards (R,) of sequences.
@@ -58,39 +55,33 @@ class RewardFunction:
         for row, length in zip(ids.tolist(), written.sum(1).tolist(), strict=True):
             prompts.append(row[:-length])
             completions.append(row[-length:])
-        arguments = {
-            "prompts": list(map(self.decode, prompts)),
-            "completions": list(map(self.decode, completions)),
-            "prompt_ids": prompts,
-            "completion_ids": completions,
-        }
-        with self._guarded(), torch.no_grad():
-            parameters = inspect.signature(self.function).parameters
-            if all(each.kind != each.VAR_KEYWORD for each in parameters.values()):
-                arguments = {name: arguments[name] for name in parameters if name in arguments}
-            returned = self.function(**arguments)
+        with self._guarded():
+            returned = self.function(
+                prompts=[self.decode(prompt) for prompt in prompts],
+                completions=[self.decode(completion) for completion in completions],
+                prompt_ids=prompts,
+                completion_ids=completions,
+            )
             rewards = torch.as_tensor(returned, dtype=torch.float32, device="cpu").detach()
-            is_finite = bool(rewards.isfinite().all())
-        if rewards.shape != ids.shape[:1] or not is_finite:
+            is_right = rewards.shape == ids.shape[:1] and bool(rewards.isfinite().all())
             rule = f"return a finite number for each of the {len(ids)} completions"
-            self._fail(f"returned {rewards.tolist()!r:.40}; {rule}")
+            require(is_right, f"returned {rewards.tolist()!s:.40}; {rule}")
         return rewards.to(ids.device)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Turn what the user's code raises into a UserError."""
+        """Turn an error of the user's code, or of a check within, into one line."""
         try:
             yield
         except (Exception, SystemExit) as error:
-            place = ""
-            for frame in traceback.extract_tb(error.__traceback__):
-                if frame.filename == str(self.path):
-                    place = f" at line {frame.lineno} of {self.path}"
-            reason = " ".join(str(error).split())
-            self._fail(f"raised {type(error).__name__}{place}: {reason:.200}; correct the function")
-
-    def _fail(self, finding: str) -> NoReturn:
-        raise UserError(f"ERROR: reward_function={self.name}: {finding}") from None
+            finding = first_line(error)
+            if not isinstance(error, UserError):
+                place = ""
+                for frame in traceback.extract_tb(error.__traceback__):
+                    if frame.filename == self.file:
+                        place = f" at line {frame.lineno} of {self.file}"
+                finding = f"raised {type(error).__name__}{place}: {finding:.200}; correct it"
+            raise UserError(f"ERROR: reward_function={self.name}: {finding}") from None
 
 
 def check_functions(
@@ -119,18 +110,16 @@ def load_functions(
 ) -> tuple[RewardFunction, ...]:
     """Load the functions of names like FILE.py:NAME. weights: None is 1 for each."""
     names = names or ()
-    weights = weights or (1.0,) * len(names)
-    functions = []
-    for name, weight in zip(names, weights, strict=True):
-        functions.append(RewardFunction(name, decode, weight))
-    return tuple(functions)
+    weights = weights or [1.0] * len(names)
+    pairs = zip(names, weights, strict=True)
+    return tuple(RewardFunction(name, decode, weight) for name, weight in pairs)
 
 
 @functools.cache
-def execute_file(path: Path) -> dict[str, Any]:
+def execute_file(path: str) -> dict[str, Any]:
     """Return the names that a file defines. It may import other files of its folder.
 
     Functions of the same file share one execution.
     """
-    sys.path.append(str(path.resolve().parent))  # last: files there hide no other module
-    return runpy.run_path(str(path))
+    sys.path.append(str(Path(path).resolve().parent))  # last: files there hide no other module
+    return runpy.run_path(path)

@@ -52,7 +52,7 @@ short = lambda completions, **kwargs: [-len(text.split()) for text in completion
 
 
 class Capitals:
-    def __call__(self, completions):
+    def __call__(self, completions, **kwargs):
         return [sum(letter.isupper() for letter in text) for text in completions]
 
 
