@@ -67,11 +67,7 @@ def skill_figures(prediction: Tensor, target: Tensor, num_tokens: int) -> dict[s
     """Return R2 (None if undefined), and MAE as a share and in tokens."""
     share, truth = float64_pair(prediction, target)
     mae = float((share - truth).abs().mean())
-    return {
-        "r2": r_squared(share, truth),
-        "mae": mae,
-        "mae_tokens": mae * num_tokens,
-    }
+    return {"r2": r_squared(share, truth), "mae": mae, "mae_tokens": mae * num_tokens}
 
 
 def measure_skill(
@@ -82,19 +78,20 @@ def measure_skill(
     These are `skill_figures`, the interval `r2_low` and `r2_high`, and the sizes `num_blocks` and
     `num_tokens`.
     """
-    share, truth = float64_pair(prediction, target)
-    figures: dict[str, Any] = dict(skill_figures(share, truth, num_tokens))
-    figures["num_tokens"] = num_tokens
-    figures["r2_low"], figures["r2_high"] = bootstrap_r_squared(share, truth, blocks, seed)
-    figures["num_blocks"] = len(blocks.unique())
-    return figures
+    low, high = bootstrap_r_squared(prediction, target, blocks, seed)
+    return {
+        **skill_figures(prediction, target, num_tokens),
+        "num_tokens": num_tokens,
+        "r2_low": low,
+        "r2_high": high,
+        "num_blocks": len(blocks.unique()),
+    }
 
 
 def describe_skill(skill: Mapping[str, Any]) -> str:
-    """Return the figures of `measure_skill` as lines of text."""
-    mae = f"{skill['mae_tokens']:.1f} of {skill['num_tokens']} tokens"
-    lines = (
-        f"  R2 {format_figure(skill, 'r2')}, 95% interval in brackets; a constant has 0",
-        f"  MAE {mae}, {skill['mae']:.4f} of the sequence (a constant: about 0.25)",
+    """Return the figures of `measure_skill` as two lines of text."""
+    return (
+        f"  R2 {format_figure(skill, 'r2')}, 95% interval in brackets; a constant has 0\n"
+        f"  MAE {skill['mae_tokens']:.1f} of {skill['num_tokens']} tokens, {skill['mae']:.4f} of "
+        "the sequence (a constant: about 0.25)"
     )
-    return "\n".join(lines)
