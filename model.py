@@ -187,7 +187,7 @@ class GPT(nn.Module):
         if config.mode == "reward" and config.reward_head_type != "last":
             raise UserError(
                 f"ERROR: reward_head_type={config.reward_head_type!r}: "
-                "use reward.heads.make_reward_model"
+                "use reward.heads.build_reward_model"
             )
         self.config = config
         self.transformer = nn.ModuleDict(

@@ -4,12 +4,18 @@ python -c "from reward_data_config import RewardDataConfig as C; print(*C().erro
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from common.files import dataset_folder, text_file
 from common.settings import Errors, Settings, setting
 from tokenization_manager import TokenizationInfo  # noqa: F401 (public here)
+
+# The settings that each mode needs, with their titles in errors, and those that it ignores
+NEEDED = {
+    "text": {"data_path": "Data"},
+    "binary": {"train_bin": "Train binary", "val_bin": "Validation binary"},
+}
+IGNORED = {"text": ("train_bin", "val_bin", "dataset"), "binary": ("data_path", "train_split")}
 
 
 @dataclass
@@ -63,47 +69,26 @@ class RewardDataConfig(Settings):
 
     def check_settings(self, errors: Errors) -> None:
         """Check that files exist, and that no given setting is ignored by the mode."""
-        if self.input_mode == "text":
-            self._check_ignored(errors, "train_bin", "val_bin", "dataset")
-            self._check_file(errors, "data_path", "Data")
-        else:
-            self._check_ignored(errors, "data_path", "train_split")
-            self._check_file(errors, "train_bin", "Train binary")
-            self._check_file(errors, "val_bin", "Validation binary")
-        if not self.meta_path:
-            errors.check(
-                self.tokenization in ("auto", "bpe"),
-                f"meta_path is required when tokenization is {self.tokenization!r}",
-                "Specify --meta_path when using character tokenization, or use --tokenization auto",
-            )
-            return
-        errors.check(
-            self.tokenization != "bpe",
-            "meta_path is ignored when tokenization is 'bpe'",
-            "Remove --meta_path",
-        )
-        errors.check(
-            Path(self.meta_path).is_file(),
-            f"Meta file not found: {self.meta_path}",
-            "Specify the correct --meta_path",
-        )
-
-    def _check_ignored(self, errors: Errors, *names: str) -> None:
-        for name in names:
+        mode = str(self.input_mode)
+        for name in IGNORED[mode]:
             is_default = getattr(self, name) == getattr(RewardDataConfig, name)
+            errors.check(is_default, f"{name} is ignored in {mode} mode", f"Remove --{name}")
+        for name, title in NEEDED[mode].items():
+            value = getattr(self, name) or ""
+            errors.check(value != "", f"{name} is required in {mode} mode", f"Specify --{name}")
+            path = text_file(value)
             errors.check(
-                is_default, f"{name} is ignored in {self.input_mode} mode", f"Remove --{name}"
-            )
-
-    def _check_file(self, errors: Errors, name: str, title: str) -> None:
-        value = getattr(self, name)
-        errors.check(
-            bool(value), f"{name} is required in {self.input_mode} mode", f"Specify --{name}"
-        )
-        if value:
-            path = text_file(value) if name == "data_path" else Path(value)
-            errors.check(
-                path.is_file(),
+                value == "" or path.is_file(),
                 f"{title} file not found: {path}",
                 "Make the corpus with data/shakespeare/prepare.py or prepare_text.py",
             )
+        errors.check(
+            bool(self.meta_path) or self.tokenization in ("auto", "bpe"),
+            f"meta_path is required when tokenization is {self.tokenization!r}",
+            "Specify --meta_path when using character tokenization, or use --tokenization auto",
+        )
+        errors.check(
+            not self.meta_path or self.tokenization != "bpe",
+            "meta_path is ignored when tokenization is 'bpe'",
+            "Remove --meta_path",
+        )

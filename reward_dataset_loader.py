@@ -9,9 +9,7 @@ SPLIT_metadata.txt: `key: value` lines.
 The script ends with status 2 if the dataset is bad.
 """
 
-import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from common.files import write_text
-from common.process import require, run_main, warn
+from common.files import reading
+from common.process import require, run_main
 from common.settings import Settings, parse_settings
 from data_loader import evenly_spaced, validation_parts
 from tokenization_manager import TokenizationInfo
@@ -43,28 +41,6 @@ SHARED_ENTRIES = (
 LABEL_TOLERANCE = 1e-6  # two float32 labels, each rounded, sum to 1 within 6e-8
 
 
-def write_metadata(path: str | Path, entries: Mapping[str, Any]) -> None:
-    """Write `key: value` lines, without entries that are None."""
-    lines = [f"{key}: {value}\n" for key, value in entries.items() if value is not None]
-    write_text(path, "".join(lines))
-
-
-def read_metadata(path: str | Path) -> dict[str, str]:
-    """Return the entries of a metadata file. Check its lines and its format version."""
-    metadata: dict[str, str] = {}
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        key, colon, value = line.partition(": ")
-        is_entry = bool(colon) and key not in metadata
-        require(is_entry, f"{path} is damaged: it needs lines `key: value` of different keys")
-        metadata[key] = value
-    version = metadata.get("format_version", FORMAT_VERSION)
-    require(
-        version == FORMAT_VERSION,
-        f"{path} has format_version {version}; this program reads version {FORMAT_VERSION}",
-    )
-    return metadata
-
-
 class RewardDataset(Dataset):
     """One split of a reward dataset: dataset[i] is LongTensor (block_size,), FloatTensor (2,).
 
@@ -79,82 +55,48 @@ class RewardDataset(Dataset):
         split: str = "train",
         expected_tokenization_info: TokenizationInfo | None = None,
     ) -> None:
-        require(split in ("train", "val"), f"split={split!r}: must be 'train' or 'val'")
         # Absolute, because a worker process may open it in another working directory.
         self.data_dir = Path(data_dir).absolute()
         self.split = split
-        x_path = self.data_dir / f"{split}_x.bin"
-        y_path = self.data_dir / f"{split}_y.bin"
-        self.metadata_path = self.data_dir / f"{split}_metadata.txt"
-        for path in (x_path, y_path, self.metadata_path):
+        paths = [self.data_dir / f"{split}_{name}" for name in ("metadata.txt", "x.bin", "y.bin")]
+        for path in paths:
             require(
                 path.is_file(),
                 f"Dataset file not found: {path}\nMake the dataset with: python "
                 "prepare_reward_data.py --model_path logs/model_checkpoint.pt "
                 f"--output_dir {self.data_dir} --data_path data/shakespeare/input.txt",
             )
-        self.metadata = read_metadata(self.metadata_path)
-        for key in ("tokenization_method", "vocab_size"):
-            require(
-                key in self.metadata,
-                f"{self.metadata_path}: incomplete tokenization information: {key} missing",
-            )
-        self.tokenization = TokenizationInfo(
-            self.metadata["tokenization_method"],
-            self._read_size("vocab_size"),
-            self.metadata.get("meta_path"),
-        )
-        rows = self._read_size("num_samples", y_path.stat().st_size // 8)
-        width = self._read_size("block_size", x_path.stat().st_size // 2 // max(rows, 1))
-        self.num_samples = rows
-        self.block_size = width
-        self.samples_per_chunk = self._read_size("samples_per_chunk")
-        self.val_tokens = self._read_size("val_tokens")
-        for path, needed in {x_path: 2 * rows * width, y_path: 8 * rows}.items():
-            size = path.stat().st_size
-            require(
-                size == needed > 0,
-                f"{path} has {size:,} bytes, but {rows:,} samples need {needed:,} bytes: make it "
-                "again",
-            )
-        if self.samples_per_chunk is not None:
-            require(
-                rows % self.samples_per_chunk == 0,
-                f"{self.metadata_path}: samples_per_chunk={self.samples_per_chunk} does not "
-                f"divide {rows:,} samples",
-            )
-        self.x = np.memmap(x_path, dtype="<u2", mode="r", shape=(rows, width))
-        self.y = np.memmap(y_path, dtype="<f4", mode="r", shape=(rows, 2))
-        labels = np.asarray(self.y, dtype=np.float64)
-        # Every comparison with NaN is false, so NaN is rejected.
-        is_label = ((labels >= 0) & (labels <= 1)).all(axis=1)
-        is_label &= np.abs(labels.sum(axis=1) - 1) <= LABEL_TOLERANCE
-        self._check_rows(is_label, "do not sum to 1 within [0, 1]")
-        vocab_size = self.tokenization.vocab_size
-        self._check_rows(self.x.max(axis=1) < vocab_size, f"exceed vocab_size={vocab_size}")
+        with reading(self.data_dir / f"{split}_*", "make the dataset again"):
+            self._read(*paths)
         if expected_tokenization_info is not None:
             self.tokenization.check_compatible(expected_tokenization_info)
 
-    def _read_size(self, key: str, size_of_files: int | None = None) -> Any:
-        """Return a size from the metadata, else the one that the files' sizes give, or None."""
-        text = self.metadata.get(key)
-        if text is None:
-            if size_of_files is not None:
-                warn(
-                    f"{self.metadata_path}: {key} is missing; using {size_of_files} from file sizes"
-                )
-            return size_of_files
-        is_size = re.fullmatch("[1-9][0-9]{0,14}", text) is not None
-        require(is_size, f"{self.metadata_path}: {key}={text}: must be a whole number >= 1")
-        return int(text)
-
-    def _check_rows(self, is_good: np.ndarray, problem: str) -> None:
-        """Check rows by a mask (num_samples,)."""
-        if is_good.all():
-            return
-        count = len(is_good) - is_good.sum()
-        first = np.argmin(is_good)
-        require(False, f"{count:,} {self.split} samples {problem}: the first is row {first}")
+    def _read(self, metadata_path: Path, x_path: Path, y_path: Path) -> None:
+        """Open the files; raise an error unless they are one split of a reward dataset."""
+        lines = metadata_path.read_text(encoding="utf-8").splitlines()
+        metadata = dict(line.split(": ", 1) for line in lines)
+        version = metadata.get("format_version", FORMAT_VERSION)
+        require(version == FORMAT_VERSION, f"format_version {version}, not {FORMAT_VERSION}")
+        is_complete = {"tokenization_method", "vocab_size"} <= metadata.keys()
+        require(is_complete, "incomplete tokenization information")
+        self.metadata = metadata
+        self.tokenization = TokenizationInfo(
+            metadata["tokenization_method"], int(metadata["vocab_size"]), metadata.get("meta_path")
+        )
+        self.y = np.memmap(y_path, "<f4", "r").reshape(-1, 2)
+        self.num_samples = len(self.y)
+        self.x = np.memmap(x_path, "<u2", "r").reshape(self.num_samples, -1)
+        self.block_size = self.x.shape[1]
+        self.samples_per_chunk = int(metadata.get("samples_per_chunk", 1))
+        self.val_tokens = int(metadata.get("val_tokens", 0))
+        shape = str(self.x.shape)
+        recorded = metadata.get("x_shape", shape)  # another program's dataset may lack it
+        require(recorded == shape, f"x_shape is {recorded}, but the files hold {shape}")
+        sums_to_1 = np.allclose(self.y.sum(axis=1), 1, rtol=0, atol=LABEL_TOLERANCE)
+        require(sums_to_1 and self.y.min() >= 0, "labels do not sum to 1 within [0, 1]")
+        largest = self.x.max()
+        rule = f"vocab_size={self.tokenization.vocab_size}"
+        require(largest < self.tokenization.vocab_size, f"token {largest} exceeds {rule}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickling a memory map would copy the whole file.
@@ -178,20 +120,17 @@ class RewardDataset(Dataset):
         The statistics are floats prob_sum_* and arrays y_* (2,).
         """
         labels = np.asarray(self.y, dtype=np.float64)
-        sums = labels.sum(axis=1)
-        return {
+        stats: dict[str, Any] = {
             "num_samples": self.num_samples,
             "block_size": self.block_size,
             "tokenization_method": self.tokenization.method,
             "vocab_size": self.tokenization.vocab_size,
-            "y_min": labels.min(axis=0),
-            "y_max": labels.max(axis=0),
-            "y_mean": labels.mean(axis=0),
-            "y_std": labels.std(axis=0),
-            "prob_sum_min": float(sums.min()),
-            "prob_sum_max": float(sums.max()),
-            "prob_sum_mean": float(sums.mean()),
         }
+        for name in ("min", "max", "mean", "std"):
+            statistic = getattr(np, name)
+            stats[f"y_{name}"] = statistic(labels, axis=0)
+            stats[f"prob_sum_{name}"] = float(statistic(labels.sum(axis=1)))
+        return stats
 
 
 def open_checked_splits(
@@ -230,50 +169,28 @@ def create_reward_dataloaders(
     return train_loader, DataLoader(val, **options)
 
 
-def check_model_compatibility(
-    dataset_info: TokenizationInfo, block_size: int, model_config: Any
-) -> None:
-    """Raise UserError unless a model of this GPTConfig can read blocks of the dataset."""
-    tokens = dataset_info.vocab_size
-    model_tokens = model_config.num_real_tokens
-    require(
-        tokens == model_tokens,
-        f"Vocabulary size mismatch: dataset uses {tokens} but model uses {model_tokens}: use a "
-        "dataset made with this model's tokenization",
-    )
-    require(
-        block_size <= model_config.block_size,
-        f"Block size mismatch: dataset uses {block_size} but model takes at most "
-        f"{model_config.block_size}: use a dataset made with this model",
-    )
-
-
 def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that select a model, and the rows that report its skill.
 
-    The parts are the natural text's, so no text is in both (see validation_parts). A dataset
-    without samples_per_chunk counts as one sample for each block.
+    The parts are the natural text's (see ValidationParts), so no text is in both, except in a
+    dataset of a single block.
     """
     rows = np.arange(len(dataset))
-    per_block = dataset.samples_per_chunk or 1
-    num_blocks = len(dataset) // per_block
+    num_blocks = len(dataset) // dataset.samples_per_chunk
     if num_blocks < 2:
-        warn("the only validation block both selects the model and reports a too favourable skill")
         return rows, rows
-    total = num_blocks  # blocks of the whole split; max_blocks can have left some out
-    if dataset.val_tokens is not None:
-        total = max(num_blocks, dataset.val_tokens // dataset.block_size)
-    blocks = evenly_spaced(rows // per_block, total, num_blocks)
+    # max_blocks can have left out blocks of the split.
+    total = max(num_blocks, dataset.val_tokens // dataset.block_size)
+    blocks = evenly_spaced(rows // dataset.samples_per_chunk, total, num_blocks)
     parts = validation_parts(total)
     return rows[blocks < parts["select"].stop], rows[blocks >= parts["report"].start]
 
 
 def print_dataset_info(data_dir: str | Path) -> None:
     """Print the sizes, the tokenization and the label statistics of both splits."""
-    train = RewardDataset(data_dir, "train")
-    val = RewardDataset(data_dir, "val")
+    splits = [RewardDataset(data_dir, "train"), RewardDataset(data_dir, "val")]
     print(f"=== Reward Dataset Info: {data_dir} ===")
-    for dataset in (train, val):
+    for dataset in splits:
         stats = dataset.get_stats()
         print(
             f"\n{dataset.split.upper()} SET:\n"
@@ -289,13 +206,12 @@ def print_dataset_info(data_dir: str | Path) -> None:
         print("  Probability sums:")
         for name in ("min", "max", "mean"):
             print(f"    {name.title()}: {stats[f'prob_sum_{name}']:.6f}")
-    train_info = train.tokenization.describe()
-    val_info = val.tokenization.describe()
+    train_info, val_info = (dataset.tokenization.describe() for dataset in splits)
     if train_info != val_info:
         print("\n⚠️ Tokenization mismatch detected:")
         print(f"    Train: {train_info}\n    Val: {val_info}")
         return
-    info = f"{train.tokenization.method} with vocab_size={train.tokenization.vocab_size}"
+    info = f"{dataset.tokenization.method} with vocab_size={dataset.tokenization.vocab_size}"
     print(f"\n✅ Tokenization consistency: Both splits use {info}")
 
 

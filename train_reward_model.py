@@ -17,16 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import reward_dataset_loader as loader
-from common.device import autocast, random_stream, seed_step, select_device
-from common.log import RunLog, counted, format_size, print0
-from common.process import require, run_main, warn
+from common.device import random_stream, seed_step, select_device
+from common.log import RunLog, print0
+from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill, skill_figures
 from model import GPT
-from reward.batches import Split, batches_of, labels_of
-from reward.heads import LastRewardModel, LikelihoodRewardModel, RewardModel
+from reward.heads import LastRewardModel, LikelihoodRewardModel, RewardModel, features_of
 from reward.mixture import fit_mixture
+from reward_dataset_loader import RewardDataset, open_checked_splits, rows_by_part
 from training import checkpoint
 from training.lineage import check_generator, check_splits
 from training.optimizers import Best, EarlyStopping, make_optimizers, take_step
@@ -83,17 +82,13 @@ class RewardModelSettings(Settings):
             f"output_path={self.output_path}: the name of a model must end in .pt",
             "Choose another name",
         )
-        if self.head == "likelihood":
-            self.check_likelihood_head(errors)
-
-    def check_likelihood_head(self, errors: Errors) -> None:
-        """Check that there is a natural model, and no option of a last head."""
-        start = self.base_model_path or "BASE.pt"
-        command = f"python train.py --init_from {start} --dataset CORPUS --checkpoint_name NAME.pt"
+        if self.head == "last":
+            return
         errors.check(
             self.natural_model_path is not None,
-            "head=likelihood needs natural_model_path, a model of natural text: "
-            f"make one with `{command}`",
+            "head=likelihood needs natural_model_path, a model of natural text: make one with "
+            f"`python train.py --init_from {self.base_model_path} --dataset CORPUS "
+            "--checkpoint_name NAME.pt`",
             "Pass it with --natural_model_path",
         )
         for name in LAST_OPTIONS:
@@ -119,50 +114,46 @@ def run(settings: RewardModelSettings) -> dict[str, Any]:
     # data
     base = checkpoint.load_checkpoint(base_path)
     generator = checkpoint.build_model(base, base_path)
-    train_set, val_set = loader.open_checked_splits(settings.data_dir)
-    info = train_set.get_tokenization_info()  # the splits have the same, and the same block size
-    loader.check_model_compatibility(info, train_set.block_size, generator.config)
-    writer = train_set.metadata.get("model_sha256")
-    base_sha256 = check_generator(settings.data_dir, writer, base_path)
-    temperature = train_set.metadata.get("temperature", "1.0")
-    if settings.head == "likelihood" and temperature != "1.0":
-        warn(
-            f"the reward data were sampled at temperature {temperature}, but a likelihood head "
-            "computes with the probabilities of temperature 1"
-        )
-    select_rows, report_rows = loader.rows_by_part(val_set)
-    train_split = (train_set.x, train_set.y)
-    select_split = (val_set.x[select_rows], val_set.y[select_rows])
-    report_split = (val_set.x[report_rows], val_set.y[report_rows])
+    train_set, val_set = open_checked_splits(settings.data_dir)
+    dataset_tokens = train_set.tokenization.vocab_size
+    model_tokens = generator.config.num_real_tokens
+    require(
+        dataset_tokens == model_tokens,
+        f"Vocabulary size mismatch: dataset uses {dataset_tokens} but model uses {model_tokens}: "
+        "use a dataset made with this model's tokenization",
+    )
+    metadata = train_set.metadata
+    base_sha256 = check_generator(settings.data_dir, metadata.get("model_sha256"), base_path)
 
-    # model
+    # model, and what its frozen part makes of the validation data
     natural = generator
     if settings.natural_model_path is not None:
-        natural = load_natural_model(settings.natural_model_path, base, train_set.metadata)
+        natural = load_natural_model(settings.natural_model_path, base, metadata)
     model = make_model(settings, natural, generator).to(device).eval()
-
-    size = sum(parameter.numel() for parameter in model.parameters())
-    print0(f"{device}: {settings.head} head, {format_size(size)}; {len(train_set):,} samples")
+    print0(f"{device}: {settings.head} head; {len(train_set):,} samples")
     log = RunLog(output.with_suffix(".jsonl"))
+    select_rows, report_rows = rows_by_part(val_set)
+    select = read_rows(model, val_set, select_rows)
+    report, labels = read_rows(model, val_set, report_rows)
 
-    # training, and P(natural) of the blocks that selected nothing
+    # training, and skill on the blocks that selected nothing
     if model.is_ratio:
-        figures, prediction = fit_mixture(model, select_split, report_split)
+        figures = fit_mixture(model, *select)
         log.log(1, **figures)
     else:
-        figures, prediction = train_head(
-            model, train_split, select_split, report_split, settings, log
-        )
-    truth = torch.from_numpy(report_split[1][:, 0])
-    blocks = torch.from_numpy(report_rows // (val_set.samples_per_chunk or 1))
-    skill = measure_skill(prediction, truth, blocks, val_set.block_size, settings.seed)
+        train = read_rows(model, train_set, np.arange(len(train_set)))
+        figures = train_head(model, train, select, settings, log)
+    with torch.no_grad():
+        prediction = model.share(model.score(report))
+    blocks = torch.from_numpy(report_rows // val_set.samples_per_chunk)
+    skill = measure_skill(prediction, labels[:, 0], blocks, val_set.block_size, settings.seed)
     log.log(figures["epoch"], quiet=True, final=True, **skill)
 
     record = {
         "generator_sha256": base_sha256,
         **figures,
-        "temperature": temperature,
-        "top_k": train_set.metadata.get("top_k"),
+        "temperature": metadata.get("temperature", "1.0"),
+        "top_k": metadata.get("top_k"),
         "skill": skill,
     }
     training = {"settings": asdict(settings), **record}
@@ -177,26 +168,28 @@ def run(settings: RewardModelSettings) -> dict[str, Any]:
     return record
 
 
+def read_rows(
+    model: RewardModel, dataset: RewardDataset, rows: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Return the features (n, ...) of some rows of a dataset, and their labels (n, 2)."""
+    features = features_of(model, dataset.x[rows])
+    return features, torch.tensor(dataset.y[rows], device=features.device)
+
+
 def train_head(
     model: LastRewardModel,
-    train_split: Split,
-    select_split: Split,
-    report_split: Split,
+    train: tuple[Tensor, Tensor],
+    select: tuple[Tensor, Tensor],
     settings: RewardModelSettings,
     log: RunLog,
-) -> tuple[dict[str, Any], Tensor]:
-    """Train the head on a frozen trunk; select the epoch with the lowest loss on `select_split`.
+) -> dict[str, Any]:
+    """Train the head on a frozen trunk; keep the epoch with the lowest loss on `select`.
 
-    Return the figures of that epoch, and its P(natural) (n,) of `report_split`.
+    Both parts are hidden states (n, C) and labels (n, 2). Return the figures of that epoch.
     """
-    states = last_states(model, train_split)
-    labels = labels_of(train_split, model)
-    select_states = last_states(model, select_split)
-    select_labels = labels_of(select_split, model)
-    report_states = last_states(model, report_split)
-    N = train_split[0].shape[1]
+    states, labels = train
+    select_states, select_labels = select
     num_samples = len(labels)
-
     head = model.reward_head
     optimizers = make_optimizers(
         head, learning_rate=settings.learning_rate, weight_decay=WEIGHT_DECAY
@@ -205,36 +198,28 @@ def train_head(
     best = Best()
     for epoch in range(1, settings.max_epochs + 1):
         order = random_stream(settings.seed, "order", epoch).permutation(num_samples)
-        batches = np.split(order, range(settings.batch_size, num_samples, settings.batch_size))
         loss_sum = 0.0
-        for rows in counted(batches, len(batches), f"Epoch {epoch}"):
+        for rows in np.split(order, range(settings.batch_size, num_samples, settings.batch_size)):
             loss = model.loss(model.score(states[rows]), labels[rows])
             loss.backward()
             take_step(head, optimizers, GRAD_CLIP)
             loss_sum += loss.item() * len(rows)
+
         with torch.no_grad():
             scores = model.score(select_states)
             val_loss = model.loss(scores, select_labels).item()
-        skill: dict[str, Any] = skill_figures(model.share(scores), select_labels[:, 0], N)
+        prediction = model.share(scores)
+        skill: dict[str, Any] = skill_figures(
+            prediction, select_labels[:, 0], model.config.block_size
+        )
         log.log(epoch, train_loss=loss_sum / num_samples, val_loss=val_loss, **skill)
-        stopping.update(val_loss)
         figures = {"epoch": epoch, "val_loss": val_loss}
         best.update(val_loss, epoch, head.named_parameters(), figures)
+        stopping.update(val_loss)
         if stopping.reason():
             break
     best.restore(head)
-    with torch.no_grad():
-        return best.figures, model.share(model.score(report_states)).cpu()
-
-
-@torch.no_grad()
-def last_states(model: LastRewardModel, split: Split) -> Tensor:
-    """Return the hidden states (n, C) float32 of the last tokens of a split's sequences."""
-    states = []
-    with autocast(model.transformer.wte.weight.device):
-        for x in batches_of(split[0], model, "Hidden states"):
-            states.append(model.trunk(x)[:, -1].float())
-    return torch.cat(states)
+    return best.figures
 
 
 def load_natural_model(path: str, base: Mapping, metadata: Mapping) -> GPT:

@@ -22,7 +22,7 @@ from interop.samples import Samples, draw_samples
 from interop.trunk_head import TrunkHead, copy_tensors
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill
 from model import GPTConfig
-from reward.heads import LikelihoodRewardModel
+from reward.heads import LikelihoodRewardModel, features_of
 from reward.mixture import fit_mixture
 from reward.posterior import natural_probabilities
 from training.huggingface import import_optional, load_transformers
@@ -93,12 +93,14 @@ class TwoModels(LikelihoodRewardModel):
         The first token's evidence is 0.
         """
         natural, written = self.log_probs(idx)
-        return self.calibrated(natural - written), written
+        return self.score(natural - written), written
 
     def fit(self, select: Samples, report: Samples, seed: int) -> tuple[dict[str, Any], Tensor]:
         """Fit the mixture to samples; return figures, and P(natural) (m,) of those to report."""
-        parts = [(samples.ids.numpy(), samples.labels().numpy()) for samples in (select, report)]
-        figures, prediction = fit_mixture(self, *parts)
+        log_ratios = features_of(self, select.ids.numpy())
+        figures = fit_mixture(self, log_ratios, select.labels().to(log_ratios.device))
+        with torch.no_grad():
+            prediction = self.share(self.score(features_of(self, report.ids.numpy())))
         print0(f"Weight of the natural model: {figures['mixture']:.3f}")
         return figures, prediction
 

@@ -38,7 +38,7 @@ def read_passages(reward_data: Path, reward_model: Path, device: torch.device) -
     model = build_reward_model(checkpoint, reward_model, device)
     report_rows = rows_by_part(dataset)[1]
     rows = random_stream(SEED, "report", "rows").permutation(report_rows)
-    _, firsts = np.unique(rows // (dataset.samples_per_chunk or 1), return_index=True)
+    _, firsts = np.unique(rows // dataset.samples_per_chunk, return_index=True)
     passages = []
     for row in rows[np.sort(firsts)][:NUM_PASSAGES]:
         tokens = dataset.x[row]

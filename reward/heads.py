@@ -9,8 +9,11 @@ trunk. `likelihood` compares two language models. Both have:
                   token_probabilities(idx) (B, T); a `last` head only scores whole sequences
     forward(idx, targets=None)     probabilities (B, 2) [P(natural), P(synthetic)], and the mean
                                    squared error () or None
-    output(idx)                    input of `loss` and `share`: evidence (B, T), or scores (B, 2)
-                                   before the softmax
+    features(idx)                  what the frozen models make of sequences: log p - log q
+                                   (B, T - 1), or the hidden states (B, C) of the last tokens
+    score(features)                the part that learns: evidence (B, T), or scores (B, 2) before
+                                   the softmax
+    output(idx)                    score(features(idx)), the input of `loss` and `share`
     loss(output, targets)          loss (); targets (B, 2) [K/T, (T-K)/T]
     share(output)                  P(natural) (B,)
 
@@ -21,16 +24,20 @@ inference about a change-point in a sequence of random variables", Biometrika 62
 Shapes: B sequences of T tokens, C = n_embd channels, V token ids.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.process import UserError
+from common.device import autocast
+from common.files import reading
+from common.log import counted
 from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig
 from reward.posterior import crossover_loss, natural_probabilities, natural_share
@@ -42,6 +49,10 @@ class LastRewardModel(GPT):
     """Predicts K/T of a sequence from the hidden state of its last token."""
 
     is_ratio: ClassVar[Literal[False]] = False
+
+    def features(self, idx: Tensor) -> Tensor:
+        """Return the hidden states (B, C) of the last tokens of sequences (B, T)."""
+        return self.trunk(idx)[:, -1]
 
     def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
         """Return the mean squared error () of the probabilities softmax(scores)."""
@@ -118,14 +129,18 @@ class LikelihoodRewardModel(nn.Module):
         log_rest = F.logsigmoid(-self.mixture)  # log(1 - w)
         return torch.logaddexp(log_ratios + log_w, log_rest)
 
-    def calibrated(self, log_ratios: Tensor) -> Tensor:
+    def features(self, idx: Tensor) -> Tensor:
+        """Return log p - log q (B, T - 1) of ids (B, T); the first token has none."""
+        natural, written = self.log_probs(idx)
+        return natural - written
+
+    def score(self, log_ratios: Tensor) -> Tensor:
         """Return evidence (B, T) for log p - log q (B, T - 1); the first token's is 0."""
         return F.pad(self.over_generator(log_ratios), (1, 0))
 
     def output(self, idx: Tensor) -> Tensor:
         """Return the evidence (B, T) that tokens are natural, given the tokens before them."""
-        natural, written = self.log_probs(idx)
-        return self.calibrated(natural - written)
+        return self.score(self.features(idx))
 
     def token_probabilities(self, idx: Tensor) -> Tensor:
         """Return P(token t is natural) (B, T), given the whole sequences (B, T)."""
@@ -143,14 +158,18 @@ class LikelihoodRewardModel(nn.Module):
 RewardModel = LastRewardModel | LikelihoodRewardModel
 
 
-def make_reward_model(config: GPTConfig, generator_config: GPTConfig | None = None) -> RewardModel:
-    """Return a new reward model; only a likelihood head needs the second argument."""
-    if config.reward_head_type == "last":
-        return LastRewardModel(config)
-    if generator_config is None:
-        raise UserError("ERROR: a likelihood head needs two models: pass its generator's config")
-    natural = GPT(replace(config, mode="generator"))
-    return LikelihoodRewardModel(natural, GPT(generator_config))
+@torch.no_grad()
+def features_of(model: RewardModel, rows: np.ndarray) -> Tensor:
+    """Return the features (n, ...) float32 of sequences (n, N) of token ids."""
+    device = next(model.parameters()).device
+    num_batches = math.ceil(len(rows) / model.rows_at_a_time())
+    batches = np.array_split(rows, num_batches)
+    features = []
+    with autocast(device):
+        for batch in counted(batches, num_batches, "Reading reward data"):
+            idx = torch.from_numpy(batch.astype(np.int64)).to(device)
+            features.append(model.features(idx).float())
+    return torch.cat(features)
 
 
 def build_reward_model(
@@ -161,7 +180,14 @@ def build_reward_model(
     contents: from training.checkpoint.load_checkpoint(path). Raise UserError if it is a generator.
     """
     check_mode(contents, "reward", path)
-    model = make_reward_model(contents["config"], contents["generator_config"])
+    config = contents["config"]
+    model: RewardModel
+    with reading(path):
+        if config.reward_head_type == "last":
+            model = LastRewardModel(config)
+        else:
+            natural = GPT(replace(config, mode="generator"))
+            model = LikelihoodRewardModel(natural, GPT(contents["generator_config"]))
     return load_weights(model, contents, path, device)
 
 

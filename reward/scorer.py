@@ -105,7 +105,7 @@ class RewardScorer:
         model = self.reward_model
         hidden = model.hidden_states(ids[:, :-1])  # (R, N - 1, C) each
         log_p, log_q = model.read_hidden(hidden, ids[:, 1:])  # (R, N - 1) each
-        evidence = model.calibrated(log_p - log_q)  # (R, N)
+        evidence = model.score(log_p - log_q)  # (R, N)
         scores = Scores(log_q.masked_fill(~written, 0.0), natural=model.share(evidence))
         if self.gives_evidence:
             scores = replace(scores, evidence=evidence[:, 1:])

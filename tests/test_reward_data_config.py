@@ -114,7 +114,6 @@ def test_files_that_are_missing_and_those_that_a_mode_ignores(text_config, files
         "Train binary file not found: nonexistent.bin",
         "Validation binary file not found: none.bin",
     ]
-    assert errors(text_config, meta_path="no.pkl") == ["Meta file not found: no.pkl"]
     ignored = ["meta_path is ignored when tokenization is 'bpe'"]
     assert errors(text_config, meta_path=files["meta.pkl"], tokenization="bpe") == ignored
 

@@ -116,16 +116,16 @@ def test_the_synthetic_part_is_the_models_own(tmp_path, generator, options, samp
     crossovers = (y[:, 0] * N).round()
     is_written = torch.arange(1, N) >= crossovers[:, None]
     assert torch.equal(likeliest[:, :-1][is_written], x[:, 1:][is_written])
-    expected = prep.crossovers_and_uniforms(5, "train", 0, G, N)[0]
-    assert crossovers[:G].tolist() == expected.tolist()
+    expected = prep.crossovers_and_uniforms(5, "train", np.arange(1), G, N)[0]
+    assert crossovers[:G].tolist() == expected[0].tolist()
     assert dataset.metadata["temperature"] == str(sampling["temperature"])
     assert str(dataset.metadata.get("top_k")) == str(sampling.get("top_k"))
 
 
 def test_crossovers_are_uniform():
     """Chi-square over every K in [1, N - 1]: with 14 degrees of freedom 99.9% lie below 36.1."""
-    draws = [prep.crossovers_and_uniforms(3, "train", block, 50, N)[0] for block in range(600)]
-    counts = np.bincount(np.concatenate(draws), minlength=N + 1)
+    draws, _ = prep.crossovers_and_uniforms(3, "train", np.arange(600), 50, N)
+    counts = np.bincount(draws.ravel(), minlength=N + 1)
     assert counts[0] == counts[N] == 0
     observed, expected = counts[1:N], 50 * 600 / (N - 1)
     assert ((observed - expected) ** 2 / expected).sum() < 36.1
@@ -134,13 +134,14 @@ def test_crossovers_are_uniform():
 @given(st.integers(2, 300), st.integers(0, 2**40), st.integers(0, 10**6))
 @settings(max_examples=50)
 def test_a_samples_randomness_depends_on_its_place_alone(block_size, seed, block):
-    few, uniforms = prep.crossovers_and_uniforms(seed, "train", block, 2, block_size)
-    many = prep.crossovers_and_uniforms(seed, "train", block, 4, block_size)
-    assert np.array_equal(few, many[0][:2]) and np.array_equal(uniforms, many[1][:2])
+    blocks = np.array([block, block + 1])
+    few, uniforms = prep.crossovers_and_uniforms(seed, "train", blocks, 2, block_size)
+    many = prep.crossovers_and_uniforms(seed, "train", blocks[1:], 4, block_size)
+    assert np.array_equal(few[1], many[0][0, :2]) and np.array_equal(uniforms[1], many[1][0, :2])
     assert ((few >= 1) & (few <= block_size - 1)).all()
-    for place in ((seed, "val", block), (seed, "train", block + 1), (seed + 1, "train", block)):
+    for place in ((seed, "val", blocks), (seed, "train", blocks + 2), (seed + 1, "train", blocks)):
         _, others = prep.crossovers_and_uniforms(*place, 2, block_size)
-        assert not np.array_equal(uniforms, others)
+        assert not (uniforms[..., 0] == others[..., 0]).all()
 
 
 def test_counts_of_the_guide_as_printed(tmp_path):
@@ -171,7 +172,6 @@ def test_counts_of_the_guide_as_printed(tmp_path):
         "Vocab size: 11",
         "Samples per chunk: 20",
         "Temperature: 1.0",
-        "Top-k: 1",
         "",
         "=== Generating Training Samples ===",
         "Created 17,560 reward model samples",
@@ -210,7 +210,7 @@ def test_a_corpus_shorter_than_a_block_is_refused(tmp_path, generator):
 def test_ctrl_c_and_again(monkeypatch, tmp_path, options, reward_data):
     """Between the two splits of a folder that is being written."""
     with monkeypatch.context() as patch:
-        end_in_call(patch, prep, "write_metadata", 2, press_ctrl_c)
+        end_in_call(patch, prep, "save_reward_dataset", 2, press_ctrl_c)
         assert call("prepare_reward_data", **options).status == 130
     assert not (tmp_path / "out").exists()
     succeed("prepare_reward_data", **options)
@@ -254,10 +254,10 @@ def test_an_existing_dataset_is_replaced_only_on_request(tmp_path, options, rewa
     succeed("prepare_reward_data", **options, seed=1, max_blocks=2, overwrite=True)
     assert len(RewardDataset(tmp_path / "out")) == 2 * G
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    assert "notes.txt" in refuse_in_one_line("prepare_reward_data", **options, overwrite=True)
+    for taken in (tmp_path / "out", tmp_path / "out" / "notes.txt"):
+        options["output_dir"] = taken
+        assert "exists" in refuse_in_one_line("prepare_reward_data", **options, overwrite=True)
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
-    options["output_dir"] = tmp_path / "out" / "notes.txt"
-    assert "is not a folder" in refuse_in_one_line("prepare_reward_data", **options)
 
 
 def test_another_split_is_refused_unless_allowed(tmp_path, options):
@@ -343,5 +343,5 @@ def test_save_reward_dataset(tmp_path):
     prep.save_reward_dataset(rows, labels, str(folder), "val", info, samples_per_chunk=3)
     dataset = RewardDataset(folder, "train", expected_tokenization_info=info)
     assert np.array_equal(dataset.x, np.stack(rows)) and np.array_equal(dataset.y, np.stack(labels))
-    assert (dataset.get_tokenization_info(), dataset.samples_per_chunk) == (info, None)
+    assert (dataset.get_tokenization_info(), dataset.samples_per_chunk) == (info, 1)
     assert RewardDataset(folder, "val").samples_per_chunk == 3

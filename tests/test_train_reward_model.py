@@ -15,7 +15,6 @@ import torch
 from helpers import (
     as_arguments,
     assert_same_weights,
-    call,
     folder_bytes,
     refuse,
     refuse_in_one_line,
@@ -115,7 +114,7 @@ def test_a_likelihood_head_learns_the_weight_of_its_natural_model(
         assert loss == pytest.approx(training["val_loss"], rel=1e-4)
         for mixture in torch.linspace(-6, 6, 25):
             model.mixture.copy_(mixture)
-            other = crossover_loss(model.calibrated(natural - written), y).item()
+            other = crossover_loss(model.score(natural - written), y).item()
             assert other >= training["val_loss"] - 1e-5
 
 
@@ -161,14 +160,6 @@ def test_training_stops_without_improvement(good):
     options = {**good, "head": "last", "max_epochs": 9}
     succeed("train_reward_model", **options, patience=1, min_delta=10.0)
     assert [record["step"] for record in epochs_of(good)] == [1, 2]
-
-
-def test_a_likelihood_head_warns_of_data_of_another_temperature(good, tmp_path, knowing):
-    data = shutil.copytree(good["data_dir"], tmp_path / "data")
-    for path in data.glob("*_metadata.txt"):
-        path.write_text(path.read_text().replace("temperature: 1.0", "temperature: 0.8"))
-    good.update(data_dir=data, natural_model_path=knowing)
-    assert "were sampled at temperature 0.8" in call("train_reward_model", **good).err
 
 
 def variant(path: Path, source: Path, tokenization: dict | None = None, **config) -> Path:

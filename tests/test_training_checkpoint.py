@@ -15,7 +15,7 @@ from common.process import UserError
 from corpus.corpus import open_corpus
 from data_loader import data_record
 from model import GPT, GPTConfig
-from reward.heads import build_reward_model, make_reward_model
+from reward.heads import build_reward_model
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 from training.lineage import (
@@ -32,7 +32,7 @@ IDX = torch.arange(10).view(2, 5)
 def tiny_model(seed: int = 0, **changes) -> GPT:
     torch.manual_seed(seed)
     config = dataclasses.replace(CONFIG, **changes)
-    return (GPT(config) if config.mode == "generator" else make_reward_model(config)).eval()
+    return GPT(config).eval()
 
 
 def contents(**changes) -> dict:
