@@ -180,9 +180,9 @@ def test_a_policy_learns_what_the_function_rewards(
     assert "letters.py" in out and "executed" in out and "R2" not in out
     words = shlex.split(out.partition("python evaluate.py ")[2])
     measured = succeed("evaluate", *words, "--function_weight", "2", device="cpu")
-    before, after = re.findall(r"    reward share of its text (0\.\d+) \(", measured)
+    before, after = re.findall(r"fresh_reward_share (0\.\d+) \(", measured)
     assert float(after) > 2 * float(before)
-    weighted = re.findall(r"    task reward of its text (0\.\d+) \(", measured)
+    weighted = re.findall(r"fresh_function_reward (0\.\d+) \(", measured)
     assert float(weighted[1]) == pytest.approx(2 * float(after), abs=1e-3)
 
     resumed = {**options, "init_from": "resume", "allow_unpredictive_reward": True}
