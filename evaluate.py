@@ -235,7 +235,7 @@ def measure_losses(
     paired differences from the baseline's losses, which are empty if this model is the baseline.
     """
     batches = batches_of_part(model, tokens, settings.part)
-    shown_batches = counted(batches, len(batches), f"Evaluating {path}", passing=False)
+    shown_batches = counted(batches, len(batches), f"Evaluating {path}")
     losses = {"loss": token_losses(model, shown_batches)[0]}
     figures: dict[str, Any] = {}
     if settings.calibrate:

@@ -27,7 +27,7 @@ from common.device import (
 )
 from common.distributed import Ranks, no_sync, parallel, start_ranks
 from common.files import is_hub_name
-from common.log import counted, format_metrics, format_size, print0
+from common.log import counted, format_metrics, format_size, print0, start_tracker
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.corpus import Corpus, open_corpus
@@ -66,7 +66,7 @@ class TrainSettings(Settings):
     """file name of the best model, within out_dir"""
     init_from: str = setting("scratch", changeable=True)
     """scratch; resume: the run in out_dir; a checkpoint, ours or nanoGPT's; or gpt2 to gpt2-xl"""
-    overwrite: bool = False
+    overwrite: bool = setting(False, changeable=True)
     """replace a model that exists in out_dir"""
     eval_interval: int = setting(250, minimum=1)
     """steps between evaluations"""
@@ -212,15 +212,20 @@ def run(settings: TrainSettings) -> dict[str, Any]:
 
     # model: of the run to resume, of the checkpoint, or new
     run = Run(output, settings, ranks)
+    run.records.tracker = start_tracker(
+        settings.tracker,
+        output,
+        asdict(settings),
+        settings.wandb_project,
+        settings.wandb_run_name,
+    )
     first_batch = 0
-    if settings.init_from == "resume":
+    if run.is_resumed:
         model, first_batch = model_to_resume(run)
-    else:
-        run.start(settings.overwrite)
-        if start is None:
-            model = new_model(settings, corpus.tokenizer)
-        elif start["training"] is not None:
-            first_batch = start["training"].get("batches") or 0  # not to repeat its batches
+    elif start is None:
+        model = new_model(settings, corpus.tokenizer)
+    elif start["training"] is not None:
+        first_batch = start["training"].get("batches") or 0  # not to repeat its batches
     best = train(run, settings, model.to(ranks.device), first_batch, corpus, dtype)
 
     # the best model, evaluated on the whole validation split
@@ -360,10 +365,10 @@ def model_to_resume(run: Run) -> tuple[GPT, int]:
 
     `run.track` restores the weights later.
     """
-    saved = run.resume()
     with run.reading():
-        checked = ckpt.checked_contents({"model": saved["model"], "config": saved["config"]})
-        return GPT(checked["config"]), int(saved["first_batch"])
+        parts = {"model": run.saved["model"], "config": run.saved["config"]}
+        checked = ckpt.checked_contents(parts)
+        return GPT(checked["config"]), int(run.saved["first_batch"])
 
 
 def new_model(settings: TrainSettings, tokenizer: TokenizationManager) -> GPT:

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from common.device import select_device, select_dtype
-from common.log import format_size, print0, read_records
+from common.log import format_size, print0, read_records, start_tracker
 from common.process import require, run_main, warn
 from common.settings import parse_settings
 from corpus.corpus import Corpus, open_corpus
@@ -90,11 +90,15 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
 
     # Prompts come from the training split. A part of the validation split selects; evaluate.py
     # reports on another.
-    training = start_run(settings)
+    training = Run(settings.output_path, settings)
+    name = training.output.stem
+    training.records.tracker = start_tracker(
+        settings.tracker, training.output, asdict(settings), "crossover", name
+    )
     select = validation_part(corpus.val, policy.config.block_size, "select")
     evaluate = PolicyEvaluation(scorer, corpus, settings.seed, "select", select)
 
-    # What learns, and what the saved state contains. In a resumed run, start_run has read the state
+    # What learns, and what the saved state contains. In a resumed run, Run has read the state
     # and `track` loads it into these objects; then the schedule has its original length.
     stops = Stops(settings, corpus.characters_per_token)
     update = Updater(policy, scorer.reward_model, settings, device, stops.cap("kl_step"))
@@ -277,16 +281,6 @@ def print_choices(
         )
 
 
-def start_run(settings: GRPOSettings) -> Run:
-    """Start a run, or resume one."""
-    run = Run(settings.output_path, settings)
-    if settings.init_from == "resume":
-        run.resume()
-    else:
-        run.start(settings.overwrite)
-    return run
-
-
 def write_policy(
     training: Run,
     best: Best,
@@ -312,7 +306,7 @@ def write_policy(
     if best.at > 0:
         name = f"the policy of step {best.at}"
     print0(f"\nStopped after {training.step} steps by {training.reason}; kept {name}")
-    records = read_records(training.log_path)
+    records = read_records(training.records.path)
     for function in scorer.functions:
         name = f"group_std_{function.short_name}"
         spreads = [record[name] for record in records if name in record]

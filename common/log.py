@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from common.files import reading, write_text
-from common.process import UserError, first_line, is_main_rank, require
+from common.process import UserError, first_line, is_main_rank
 
 T = TypeVar("T")
-Send = Callable[[Mapping[str, Any]], None]
 # Metrics printed to the console, in this order. Records contain all metrics.
 SHOWN = (
     "train_loss",
@@ -34,13 +33,10 @@ SHOWN = (
 )
 
 
-def progress(
-    total: int, description: str, unit: str = "it", initial: int = 0, passing: bool = False
-) -> tqdm:
+def progress(total: int, description: str, unit: str = "it", initial: int = 0) -> tqdm:
     """Return a progress bar with rate and time left, on rank 0.
 
-    A `passing` bar appears only if the work takes longer than one interval, and disappears at the
-    end.
+    It appears only if the work takes longer than one interval, and disappears at the end.
     """
     interval = 0.1  # seconds between updates
     if not sys.stderr.isatty():
@@ -51,18 +47,16 @@ def progress(
         unit=unit,
         initial=initial,
         mininterval=interval,
-        delay=interval if passing else 0,
-        leave=not passing,
+        delay=interval,
+        leave=False,
         dynamic_ncols=True,
         disable=not is_main_rank(),
     )
 
 
-def counted(
-    batches: Iterable[T], total: int, description: str, passing: bool = True
-) -> Iterator[T]:
+def counted(batches: Iterable[T], total: int, description: str) -> Iterator[T]:
     """Yield the batches, and advance a progress bar after each."""
-    with progress(total, description, "batch", passing=passing) as bar:
+    with progress(total, description, "batch") as bar:
         for batch in batches:
             yield batch
             bar.update()
@@ -115,26 +109,16 @@ def check_finite(metrics: Mapping[str, Any]) -> None:
 class RunLog:
     """Writes the records of a run, on rank 0.
 
-    A new run starts an empty file (`kept=-1`). A resumed run keeps the records up to step `kept`.
+    The first record replaces an earlier run's, except those up to step `kept` of a resumed run
+    (-1: none). A `tracker` also gets the numbers of each record, and its step.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        kept: int = -1,
-        tracker: Send | None = None,
-    ) -> None:
+    def __init__(self, path: str | Path, kept: int = -1) -> None:
         self.path = Path(path)
-        self.tracker = tracker
+        self.kept = kept
+        self.tracker: Callable[..., Any] | None = None
         self.start = time.monotonic()
-        if not is_main_rank():
-            return
-        lines = []
-        if kept >= 0:
-            for record in read_records(self.path):
-                if record["step"] <= kept and not record.get("final"):
-                    lines.append(json.dumps(record) + "\n")
-        write_text(self.path, "".join(lines))
+        self.is_open = False
 
     def log(self, step: int, quiet: bool = False, **metrics: Any) -> None:
         """Append the record of a step and, unless `quiet`, print its line; raise UserError for a
@@ -143,13 +127,27 @@ class RunLog:
         check_finite(metrics)
         if not is_main_rank():
             return
-        record = {"step": step, "seconds": round(time.monotonic() - self.start, 3), **metrics}
+        if not self.is_open:
+            self._open()
+        values = {"seconds": round(time.monotonic() - self.start, 3), **metrics}
+        record = {"step": step, **values}
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         if self.tracker is not None:
-            self.tracker(record)
+            numbers = {n: value for n, value in values.items() if isinstance(value, (int, float))}
+            self.tracker(numbers, step=step)
         if not quiet:
             print0(step_line(record))
+
+    def _open(self) -> None:
+        """Write the file with the records that are kept."""
+        lines = []
+        if self.kept >= 0:
+            for record in read_records(self.path):
+                if record["step"] <= self.kept and not record.get("final"):
+                    lines.append(json.dumps(record) + "\n")
+        write_text(self.path, "".join(lines))
+        self.is_open = True
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
@@ -158,45 +156,35 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     """
     if not Path(path).is_file():
         return []
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
-    records = []
     with reading(path, "move the file away to continue"):
-        for number, line in enumerate(lines[:-1], 1):
-            record = json.loads(line)
-            require(isinstance(record, dict) and "step" in record, f"line {number} is no record")
-            records.append(record)
-    return records
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines[:-1]]
 
 
-def start_tracker(settings: Mapping[str, Any], output: Path) -> Send:
-    """Return a function that sends the numbers of a record to Weights & Biases or TensorBoard.
+def start_tracker(
+    tracker: str, output: Path, settings: dict[str, Any], project: str, name: str
+) -> Callable[..., Any] | None:
+    """Return a function that sends numbers and their step to Weights & Biases or TensorBoard; None
+    for "none", and on other ranks than 0.
 
-    output: the file that a run makes; TensorBoard's folder is next to it.
+    output: the file that a run makes; TensorBoard's folder is next to it. settings: of the run.
+    project and name: of the run in Weights & Biases.
     """
-    name = settings["tracker"]
+    if tracker == "none" or not is_main_rank():
+        return None
     try:
-        if name == "wandb":
-            run = importlib.import_module("wandb").init(
-                project=settings.get("wandb_project", "crossover"),
-                name=settings.get("wandb_run_name", output.stem),
-                config=dict(settings),
-            )
-        else:
-            tensorboard = importlib.import_module("torch.utils.tensorboard")
-            run = tensorboard.SummaryWriter(str(output.with_suffix(".tensorboard")))
+        if tracker == "wandb":
+            wandb = importlib.import_module("wandb")
+            run = wandb.init(project=project, name=name, config=settings)
+            return run.log
+        tensorboard = importlib.import_module("torch.utils.tensorboard")
+        writer = tensorboard.SummaryWriter(str(output.with_suffix(".tensorboard")))
     except Exception as error:  # not installed, not logged in, no network
-        raise UserError(f"ERROR: --tracker {name}: {first_line(error)}") from None
+        raise UserError(f"ERROR: --tracker {tracker}: {first_line(error)}") from None
 
-    def send(record: Mapping[str, Any]) -> None:
-        numbers = {}
-        for key, value in record.items():
-            if isinstance(value, (int, float)) and key != "step":
-                numbers[key] = value
-        if name == "wandb":
-            run.log(numbers, step=record["step"])
-            return
+    def send(numbers: Mapping[str, Any], step: int) -> None:
         for key, value in numbers.items():
-            run.add_scalar(key, value, record["step"])
-        run.flush()
+            writer.add_scalar(key, value, step)
+        writer.flush()
 
     return send

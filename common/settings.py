@@ -136,11 +136,6 @@ def _check_text(member: Field[Any], value: str, errors: Errors) -> None:
         errors.check(exists, f"Model file not found: {value}", remedy)
 
 
-def changeable(settings_class: type[Settings]) -> set[str]:
-    """Return the names of the settings that a resumed run may change."""
-    return {member.name for member in fields(settings_class) if member.metadata.get("changeable")}
-
-
 def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a text that lists the settings whose values changed, or "" if there are none."""
     differences = []

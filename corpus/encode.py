@@ -156,7 +156,7 @@ def encode_segments(
     """
     total = sum(size for _, size in segments)
     text = ""
-    with progress(total, "Encoding", "char", passing=True) as bar:
+    with progress(total, "Encoding", "char") as bar:
         for name, piece, is_last in cut_segments(texts, segments):
             bar.update(len(piece))
             if not name:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.log import RunLog, counted, progress, read_records
+from common.log import RunLog, counted, read_records
 from common.process import UserError
 
 VALUES = st.one_of(
@@ -66,8 +66,9 @@ def test_a_resumed_run_keeps_the_records_up_to_its_step(path, kept, steps):
     write_steps(path, [1, 2, 3, 4])
     with open(path, "a") as file:
         file.write('{"step": 4, "final": true}\n')  # a run that goes on has no end there
+    before = path.read_text()
     log = RunLog(path, kept=kept)
-    assert steps_of(path) == steps
+    assert path.read_text() == before
     log.log(100, quiet=True)
     assert steps_of(path) == [*steps, 100]
 
@@ -83,11 +84,10 @@ def test_a_last_line_cut_short_is_left_out_and_a_resumed_run_removes_it(path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("line", ['{"step": ', '{"loss": 1}'])
-def test_damage_elsewhere_is_reported(tmp_path, line):
+def test_damage_elsewhere_is_reported(tmp_path):
     path = tmp_path / "log.jsonl"
     assert read_records(path) == []
-    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(UserError, match=r"log\.jsonl cannot be read"):
         read_records(path)
 
@@ -103,14 +103,11 @@ def test_a_metric_that_is_not_finite_is_refused_and_no_record_is_written(path, c
 
 
 @pytest.mark.parametrize("slow", [True, False])
-def test_an_evaluation_has_a_bar_only_if_it_is_slow(monkeypatch, capsys, slow):
-    """Within a training the bar appears after one interval, and disappears at the end."""
+def test_only_slow_work_has_a_bar(monkeypatch, capsys, slow):
+    """The bar appears after one interval, and disappears at the end."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with progress(10, "Training", "step", initial=4) as bar:
-        batches = counted((time.sleep(0.15 * slow) or n for n in range(3)), 3, "Evaluating")
-        assert list(batches) == [0, 1, 2]
-        bar.update(3)
-        assert (bar.n, bar.total) == (7, 10)
+    batches = counted((time.sleep(0.15 * slow) or n for n in range(3)), 3, "Evaluating")
+    assert list(batches) == [0, 1, 2]
     printed = capsys.readouterr().err
     assert ("Evaluating:  67%" in printed) == slow
-    assert "Training" in printed and "Evaluating" not in printed.splitlines()[-1]
+    assert "Evaluating" not in (printed.splitlines() or [""])[-1]

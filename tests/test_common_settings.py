@@ -14,7 +14,6 @@ from helpers import ROOT
 from common.process import UserError
 from common.settings import (
     Settings,
-    changeable,
     differing_settings,
     parse_settings,
     read_config,
@@ -227,8 +226,7 @@ def test_a_settings_file_is_data(written, text):
     assert message.endswith("nothing is executed") and "\n" not in message
 
 
-def test_settings_that_a_resumed_run_may_change():
-    assert changeable(Tiny) == {"out_dir"}
+def test_settings_that_differ():
     before = {"a": 1, "b": 2}
     assert differing_settings(before, {"a": 1, "b": 3, "c": 4}) == (
         "b was 2, now 3; c was None, now 4"

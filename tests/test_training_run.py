@@ -35,8 +35,8 @@ class RunSettings(Settings):
     base_model_path: str | None = setting(None, changeable=True)
     device: str = setting("cpu", changeable=True)
     max_steps: int = setting(6, changeable=True)
-    init_from: str = "scratch"
-    tracker: str = "none"
+    init_from: str = setting("scratch", changeable=True)
+    overwrite: bool = setting(False, changeable=True)
 
 
 class Counts:
@@ -52,12 +52,8 @@ class Counts:
         self.made = list(state["made"])
 
 
-def begin(path, resume=False, overwrite=False, **settings) -> tuple[Run, Counts]:
+def begin(path, **settings) -> tuple[Run, Counts]:
     run = Run(path, RunSettings(**settings))
-    if resume:
-        run.resume()
-    else:
-        run.start(overwrite)
     counts = Counts()
     run.track(counts=counts)
     return run, counts
@@ -86,21 +82,19 @@ def test_a_second_command_replaces_nothing_without_overwrite(tmp_path):
     finish(path, overwrite=True)
     with pytest.raises(UserError, match=r"model\.pt exists: "):
         begin(path)
+    before = folder_bytes(tmp_path)
     run, _ = begin(path, overwrite=True, lr=0.2)
-    assert path.with_suffix(".resume").exists()
+    assert folder_bytes(tmp_path) == before
     run.log(0)
-    assert not path.with_suffix(".resume").exists()
-    (tmp_path / "folder.pt").mkdir()
-    with pytest.raises(UserError, match=r"folder\.pt is a folder: "):
-        begin(tmp_path / "folder.pt", overwrite=True)
+    assert len(read_records(path.with_suffix(".jsonl"))) == 1
 
 
 def test_only_the_run_that_wrote_a_state_reads_it(tmp_path):
     path = tmp_path / "model.pt"
     with pytest.raises(UserError, match=r"model\.resume not found"):
-        begin(path, resume=True)
+        begin(path, init_from="resume")
     finish(path)
-    run, counts = begin(path, resume=True, device="mps", max_steps=9, init_from="resume")
+    run, counts = begin(path, init_from="resume", device="mps", max_steps=9)
     assert run.step == 6
     assert counts.made == [1, 2, 3, 4, 5, 6]
     for options, difference in (
@@ -108,11 +102,11 @@ def test_only_the_run_that_wrote_a_state_reads_it(tmp_path):
         ({"base_model_path": __file__}, "base_model_path was None, now [0-9a-f]{64}"),
     ):
         with pytest.raises(UserError, match=rf"a different run \({difference}"):
-            begin(path, resume=True, **options)
+            begin(path, init_from="resume", **options)
     state = load_state(path.with_suffix(".resume"))
     save_state(path.with_suffix(".resume"), {**state, "step": "six"})
     with pytest.raises(UserError, match=r"cannot be read \(invalid literal"):
-        begin(path, resume=True)
+        begin(path, init_from="resume")
 
 
 def test_a_reason_to_stop_is_asked_for_before_each_step(tmp_path):
@@ -121,13 +115,13 @@ def test_a_reason_to_stop_is_asked_for_before_each_step(tmp_path):
     make_steps(run, counts, stop=lambda: "enough" if len(counts.made) >= 4 else None)
     assert (run.reason, run.step, counts.made) == ("enough", 4, [1, 2, 3, 4])
     run.save(run.step)
-    run, counts = begin(path, resume=True)
+    run, counts = begin(path, init_from="resume")
     make_steps(run, counts)
     assert (run.reason, counts.made) == ("step limit: 6", [1, 2, 3, 4, 5, 6])
     run.save(run.step)
     records = read_records(path.with_suffix(".jsonl"))
     assert [record["step"] for record in records] == counts.made
-    run, counts = begin(path, resume=True)
+    run, counts = begin(path, init_from="resume")
     make_steps(run, counts, total=3)
     assert (run.reason, run.step) == ("step limit: 3", 6)
 
