@@ -145,18 +145,19 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         """Return the measure for models with a context of `length` tokens."""
         return load_text_quality(settings, corpus, tokens, length)
 
-    # The first model is the baseline, if there is one: the others are compared with it.
-    first = settings.baseline or settings.checkpoints[0]
-    context = 0
+    # The baseline comes first: the other models are compared with it, in its context.
+    paths = settings.checkpoints
+    if settings.baseline is not None:
+        paths = (settings.baseline, *paths)
+    context = None
     baseline_losses: dict[str, Tensor] = {}
     results = {}
-    for path in dict.fromkeys([first, *settings.checkpoints]):
-        model = load_model(path, corpus, device)
-        if settings.baseline is not None:
-            context = context or model.config.block_size
-            crop_context(model, context, path, settings.baseline)
+    for path in dict.fromkeys(paths):
+        model = load_model(path, corpus, device, context)
         losses, figures = measure_losses(model, corpus, tokens, settings, path, baseline_losses)
-        baseline_losses = baseline_losses or losses
+        if settings.baseline is not None:
+            context = model.config.block_size
+            baseline_losses = baseline_losses or losses
         if path in settings.checkpoints:
             results[path] = figures
             completer = Completer(model, model.config.block_size)
@@ -202,23 +203,23 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
     )
 
 
-def load_model(path: str, corpus: Corpus, device: torch.device) -> GPT:
-    """Load a generator that reads the corpus's tokens."""
+def load_model(path: str, corpus: Corpus, device: torch.device, context: int | None = None) -> GPT:
+    """Load a generator that reads the corpus's tokens, and crop it to the baseline's context.
+
+    Raise UserError if its own context is shorter.
+    """
     checkpoint = ckpt.load_checkpoint(path)
     ckpt.check_tokenizer(checkpoint, corpus.tokenizer)
     model: GPT = ckpt.build_model(checkpoint, path, device)
+    if context is not None:
+        block_size = model.config.block_size
+        require(
+            block_size >= context,
+            f"block_size is {block_size} in {path} but {context} in the baseline: "
+            "compare models with the same block_size",
+        )
+        model.crop_block_size(context)
     return model
-
-
-def crop_context(model: GPT, context: int, path: str, baseline: str) -> None:
-    """Crop the model to the baseline's context. Raise UserError if its own is shorter."""
-    block_size = model.config.block_size
-    require(
-        block_size >= context,
-        f"block_size is {block_size} in {path} but {context} in the baseline {baseline}: "
-        "compare models with the same block_size",
-    )
-    model.crop_block_size(context)
 
 
 def measure_losses(

@@ -51,7 +51,7 @@ from generation.completions import Completions
 from interop.crossover_reward import CrossoverReward, load_model
 from interop.samples import complete
 from metrics.samples import words_of
-from metrics.text_quality import TextQuality, written_rows
+from metrics.text_quality import TextQuality
 from training.huggingface import import_optional
 
 LONGEST = 8
@@ -202,17 +202,16 @@ def measure(completer: Any, quality: TextQuality) -> dict[str, Any]:
     sweep = quality.of_model(completer)
     logits = completer.model(input_ids=natural).logits[:, :-1].transpose(1, 2)  # (R, V, N - 1)
     results = {"sweep": sweep, "natural text": quality.natural}
-    _, natural_texts = quality.texts(quality.natural_rows)
+    _, natural_texts = quality.texts(quality.natural_rows(quality.report))
     results["natural text"]["task"] = np.mean(short_words(natural_texts)).item()
     for kind, temperature in (("natural diversity", sweep["temperature"]), ("temperature 1", 1.0)):
-        rows = written_rows(quality.report, completer, temperature)
-        _, texts = quality.texts(rows)
+        samples = quality.write(quality.report, completer, temperature)
         results[kind] = {
-            "task": np.mean(short_words(texts)).item(),
-            **quality.figures(rows),
+            "task": np.mean(short_words(samples.texts)).item(),
+            **quality.figures(samples),
             "natural_loss": cross_entropy(logits / temperature, natural[:, 1:]).item(),
             "temperature": temperature,
-            "texts": texts,
+            "texts": samples.texts,
         }
     return results
 

@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from benchmarks.task_curves import Record, show
 from benchmarks.task_rewards import TASKS
@@ -36,7 +35,7 @@ from common.settings import Errors, Settings, parse_settings, setting
 from corpus.corpus import open_corpus
 from evaluate import EvaluateSettings, load_model, load_text_quality, measure_losses
 from generation.completions import Completer
-from metrics.text_quality import written_rows
+from metrics.text_quality import Samples
 from training.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -156,17 +155,17 @@ class Measure:
         length = load_checkpoint(start)["config"].block_size
         self.quality = load_text_quality(self.settings, self.corpus, self.tokens, length)
 
-    def of_rows(self, rows: Tensor) -> Record:
-        """Return the figures of rows (R, N), with both tasks' rewards."""
-        figures = self.quality.figures(rows)
-        _, texts = self.quality.texts(rows)
+    def figures(self, samples: Samples) -> Record:
+        """Return the figures of samples, with both tasks' rewards."""
+        figures = self.quality.figures(samples)
         for task, reward in TASKS.items():
-            figures[task] = statistics.mean(reward(texts))
+            figures[task] = statistics.mean(reward(samples.texts))
         return figures
 
     def of_natural_text(self) -> Record:
         """Return the figures of the test text itself, after the same prompts."""
-        return {"at_natural": self.of_rows(self.quality.natural_rows)}
+        rows = self.quality.natural_rows(self.quality.report)
+        return {"at_natural": self.figures(self.quality.measure(rows))}
 
     def __call__(self, path: str) -> Record:
         """Return a model's figures: its loss, and those of its text at two temperatures.
@@ -183,8 +182,8 @@ class Measure:
             "is_reached": quality["is_reached"],
         }
         for name, temperature in (("at_natural", quality["temperature"]), ("at_1", 1.0)):
-            rows = written_rows(self.quality.report, completer, temperature)
-            record[name] = self.of_rows(rows)
+            samples = self.quality.write(self.quality.report, completer, temperature)
+            record[name] = self.figures(samples)
         return record
 
 

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,11 +45,9 @@ class DistinctPairs:
     """
 
     def __init__(self, natural: Sequence[str]) -> None:
-        num_letters = 0
-        num_letters_in_words = 0
-        for text in natural:
-            num_letters += sum(map(str.isalpha, text))
-            num_letters_in_words += sum(map(len, words_of(text)))
+        text = "\n".join(natural)
+        num_letters = sum(map(str.isalpha, text))
+        num_letters_in_words = sum(map(len, words_of(text)))
         self.has_words = 2 * num_letters_in_words > num_letters
         self.size = max(1, round(PAIRS_SHARE * len(self.pairs(natural))))
 
@@ -81,6 +79,14 @@ class DistinctPairs:
         return float((1 - missed[counts - 1]).sum() / m)
 
 
+class Samples(NamedTuple):
+    """Texts that continue R prompts, and what the judge and the known words say of each."""
+
+    texts: list[str]
+    losses: np.ndarray  # (R,) float64: the judge's nats per character
+    counts: Tensor  # (R, 2) float64: unknown words, words
+
+
 class TextQuality:
     """Compares the text of models with natural text: diversity, a judge's loss and unknown words.
 
@@ -109,13 +115,15 @@ class TextQuality:
         self.sweep = spread_prompts(tokens, length, num_swept, prompt_share, SEED)
         self.report = spread_prompts(tokens, length, num_samples, prompt_share, SEED)
         self.prompt_length = int(self.report.prefix_lengths[0])
-        # Rows may overlap. Of natural text only rows that do not are used, so that no text counts
-        # twice.
-        num_starts = len(tokens) - length + 1
-        swept = self.sweep.natural[:: math.ceil(length / (num_starts / num_swept))]
-        self.distinct_pairs = DistinctPairs(self.texts(swept)[1])
-        self.natural_rows = self.report.natural[:: math.ceil(length / (num_starts / num_samples))]
-        self.natural = self.figures(self.natural_rows)
+        _, swept = self.texts(self.natural_rows(self.sweep))
+        self.distinct_pairs = DistinctPairs(swept)
+        self.natural = self.figures(self.measure(self.natural_rows(self.report)))
+
+    def natural_rows(self, prompts: Prompts) -> Tensor:
+        """Return those rows of natural text (r, N) that do not overlap: no text counts twice."""
+        count, length = prompts.natural.shape
+        distance = (len(self.tokens) - length + 1) / count  # of the starts of rows
+        return prompts.natural[:: math.ceil(length / distance)]
 
     def texts(self, rows: Tensor) -> tuple[list[str], list[str]]:
         """Return the texts of the prompts, and what follows them, of rows (R, N).
@@ -131,23 +139,31 @@ class TextQuality:
             texts.append(text[len(prompt) :])
         return prompts, texts
 
-    def figures(self, rows: Tensor) -> dict[str, Any]:
-        """Return the three figures of rows (R, N); unknown_words is None if there are no words."""
+    def measure(self, rows: Tensor) -> Samples:
+        """Measure the texts after the prompts of rows (R, N).
+
+        Natural text of scripts without spaces has no words, so that none are counted.
+        """
         prompts, texts = self.texts(rows)
+        counts = torch.zeros(len(texts), 2)
+        if self.distinct_pairs.has_words:
+            counts = torch.tensor([count_unknown(text, self.known_words) for text in texts])
+        return Samples(texts, self.judge.loss(texts, prompts), float64(counts))
+
+    def figures(self, samples: Samples) -> dict[str, Any]:
+        """Return the three figures of samples; unknown_words is None if there are no words."""
+        unknown_words: float | None = share_of_unknown(samples.counts).item()
+        if samples.counts.sum() == 0:
+            unknown_words = None
         return {
-            "distinct_pairs": self.distinct_pairs(texts),
-            "judge_loss": self.judge.loss(texts, prompts).mean().item(),
-            "unknown_words": share_of_unknown(self.count_words(texts)),
+            "distinct_pairs": self.distinct_pairs(samples.texts),
+            "judge_loss": samples.losses.mean().item(),
+            "unknown_words": unknown_words,
         }
 
-    def count_words(self, texts: Sequence[str]) -> Tensor:
-        """Return how many words of each text are unknown, and how many it has, (R, 2) float64.
-
-        Both are 0 for natural text of scripts without spaces.
-        """
-        if not self.distinct_pairs.has_words:
-            return float64(torch.zeros(len(texts), 2))
-        return float64(torch.tensor([count_unknown(text, self.known_words) for text in texts]))
+    def write(self, prompts: Prompts, completer: Completer, temperature: float) -> Samples:
+        """Let a model complete prompts, and measure the texts."""
+        return self.measure(prompts.complete(completer, temperature).ids.squeeze(1).cpu())
 
     def of_model(self, completer: Completer) -> dict[str, Any]:
         """Return the figures of a model at the temperature of natural diversity.
@@ -156,12 +172,10 @@ class TextQuality:
         has the error of the temperature. The share of distinct pairs has none, because a resample
         has the same samples several times.
         """
+        swept = [self.write(self.sweep, completer, temperature) for temperature in TEMPERATURES]
         sweep = []
-        swept = []
-        for temperature in TEMPERATURES:
-            rows = written_rows(self.sweep, completer, temperature)
-            sweep.append({"temperature": temperature, **self.figures(rows)})
-            swept.append(self.texts(rows)[1])
+        for temperature, samples in zip(TEMPERATURES, swept, strict=True):
+            sweep.append({"temperature": temperature, **self.figures(samples)})
         diversity = [point["distinct_pairs"] for point in sweep]
         target = self.natural["distinct_pairs"]
         temperature = temperature_at(target, diversity)
@@ -169,57 +183,45 @@ class TextQuality:
         slope = np.interp(temperature, TEMPERATURES, slopes)
         error = abs(float(slope * self.temperature_error(swept, target)))
 
-        rows = written_rows(self.report, completer, temperature)
-        prompts, texts = self.texts(rows)
-        losses = torch.from_numpy(self.judge.loss(texts, prompts))
-        counts = self.count_words(texts)
-
-        def share_unknown(pick: Tensor) -> Tensor:
-            unknown, words = counts[pick].sum(0)
-            return unknown / words
-
-        low, high = bootstrap_interval(share_unknown, len(texts), SEED)
+        samples = self.write(self.report, completer, temperature)
+        judge_loss = bootstrap_mean("judge_loss", torch.from_numpy(samples.losses), SEED)
+        counts = samples.counts
+        low, high = bootstrap_interval(
+            lambda pick: share_of_unknown(counts[pick]), len(counts), SEED
+        )
         return {
             "temperature": temperature,
             "is_reached": 0 < target < 1 and diversity[0] < target < max(diversity),
-            "distinct_pairs": self.distinct_pairs(texts),
-            **widened("judge_loss", bootstrap_mean("judge_loss", losses, SEED), error),
+            **self.figures(samples),
+            **widened("judge_loss", judge_loss, error),
             "judge_loss_error": error,
-            "unknown_words": share_of_unknown(counts),
             "unknown_words_low": low,
             "unknown_words_high": high,
-            "judge_by_sample": losses.tolist(),
+            "judge_by_sample": samples.losses.tolist(),
             "sweep": sweep,
             "natural": self.natural,
         }
 
-    def temperature_error(self, swept: Sequence[Sequence[str]], target: float) -> float:
+    def temperature_error(self, swept: Sequence[Samples], target: float) -> float:
         """Return the standard error of the temperature by a jackknife over folds of the samples.
 
-        swept: the texts of each temperature. A fold is every NUM_FOLDS-th sample (Efron and Stein
-        1981, "The jackknife estimate of variance").
+        swept: the samples of each temperature. A fold is every NUM_FOLDS-th of them (Efron and
+        Stein 1981, "The jackknife estimate of variance").
         """
         temperatures = []
         for fold in range(NUM_FOLDS):
             diversity = []
-            for texts in swept:
-                kept = list(texts)
+            for samples in swept:
+                kept = list(samples.texts)
                 del kept[fold::NUM_FOLDS]
                 diversity.append(self.distinct_pairs(kept))
             temperatures.append(temperature_at(target, diversity))
         return float(np.std(temperatures) * np.sqrt(NUM_FOLDS - 1))
 
 
-def written_rows(prompts: Prompts, completer: Completer, temperature: float) -> Tensor:
-    """Return the rows (R, N) int64 that a model makes of prompts, on the CPU."""
-    return prompts.complete(completer, temperature).ids.squeeze(1).cpu()
-
-
-def share_of_unknown(counts: Tensor) -> float | None:
-    """Return the share of unknown words from counts (R, 2) of `count_words`, None without words."""
-    unknown, words = counts.sum(0).tolist()
-    if words == 0:
-        return None
+def share_of_unknown(counts: Tensor) -> Tensor:
+    """Return the share of unknown words () from counts (R, 2); it is NaN without words."""
+    unknown, words = counts.sum(0)
     return unknown / words
 
 

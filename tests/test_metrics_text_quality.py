@@ -112,7 +112,7 @@ def test_natural_texts_are_rows_that_do_not_overlap():
     text = "".join(map(chr, range(500)))
     quality = TextQuality(TokenizationManager.from_text(text), text, np.arange(500), 100, 10, 0.2)
     assert quality.report.natural[:, 0].diff().unique().tolist() == [40, 41]
-    prompts, texts = quality.texts(quality.natural_rows)
+    prompts, texts = quality.texts(quality.natural_rows(quality.report))
     assert list(map(len, prompts)) == [20] * 4 and len(set("".join(texts))) == 4 * 80
 
 
@@ -126,4 +126,5 @@ def test_characters_in_parts_belong_to_what_is_written():
     tokens = np.frombuffer("naïve café".encode()[:-1], np.uint8)
     quality = TextQuality(Bytes(), "naïve", tokens, 11, 2, 0.3)
     assert quality.prompt_length == 3  # within the character after "na"
-    assert quality.texts(quality.natural_rows) == (["na"], ["ïve caf"])
+    rows = quality.natural_rows(quality.report)
+    assert quality.texts(rows) == (["na"], ["ïve caf"])
