@@ -34,12 +34,11 @@ from metrics.calibration import fit_temperature
 from metrics.reward_skill import better_than_constant
 from metrics.text_quality import TextQuality
 from model import GPT
-from reports.passages import pieces
 from reports.text_page import open_page, present_text
 from reward.heads import build_reward_model, load_reward_model
 from reward.scorer import RewardScorer
 from reward.user_function import RESERVED_ENDINGS, check_functions, load_functions
-from tokenization_manager import TokenizationManager
+from tokenization_manager import TokenizationManager, pieces
 from training import checkpoint as ckpt
 
 SEED = 42  # of intervals and samples
@@ -326,10 +325,8 @@ def save_temperature(path: str, temperature: float, output_path: str | None) -> 
     A model elsewhere than the output is only lent: its folder stays as it is.
     """
     file = Path(path)
-    is_lent = (
-        output_path is not None and file.resolve().parent != Path(output_path).resolve().parent
-    )
-    if is_lent or not file.is_file():
+    folder = Path(output_path or path).resolve().parent
+    if file.resolve().parent != folder or not file.is_file():
         return
     try:
         write_json(file.with_suffix(".sampling.json"), {"temperature": temperature})

@@ -358,3 +358,22 @@ class TokenizationManager:
 def code_points_of(text: str) -> np.ndarray:
     """Return the code points (T,) uint32 of a text."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+
+
+def pieces(tokenizer: TokenizationManager, ids: np.ndarray) -> list[str]:
+    """Return the text of each token, whole characters only; joined, they are the row's text.
+
+    Of tokens that share a character, the last one has it, and the others have no text. A character
+    that is incomplete in the row is U+FFFD.
+    """
+    whole = tokenizer.decode(ids)
+    texts = []
+    start = 0
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end])
+        if not whole.startswith(text):  # it ends within a character that the next token continues
+            text = text.removesuffix("\ufffd")
+        stop = max(start, len(text))
+        texts.append(whole[start:stop])
+        start = stop
+    return texts

@@ -12,7 +12,7 @@ import torch
 from common.device import random_stream
 from reward.heads import build_reward_model
 from reward_dataset_loader import RewardDataset, rows_by_part
-from tokenization_manager import TokenizationManager
+from tokenization_manager import TokenizationManager, pieces
 from training.checkpoint import load_checkpoint
 
 SEED = 42
@@ -56,22 +56,3 @@ def read_passages(reward_data: Path, reward_model: Path, device: torch.device) -
         )
         passages.append(passage)
     return passages
-
-
-def pieces(tokenizer: TokenizationManager, ids: np.ndarray) -> list[str]:
-    """Return the text of each token, whole characters only; joined, they are the row's text.
-
-    Of tokens that share a character, the last one has it, and the others have no text. A character
-    that is incomplete in the row is U+FFFD.
-    """
-    whole = tokenizer.decode(ids)
-    texts = []
-    start = 0
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:end])
-        if not whole.startswith(text):  # it ends within a character that the next token continues
-            text = text.removesuffix("\ufffd")
-        stop = max(start, len(text))
-        texts.append(whole[start:stop])
-        start = stop
-    return texts

@@ -18,11 +18,11 @@ from common.process import UserError
 from reports import figures
 from reports.ledger import Ledger
 from reports.page import make_page, write_page
-from reports.passages import pieces, read_passages
+from reports.passages import read_passages
 from reports.summary import cycles_since_best, headline, reason, sentence
 from reports.table import comparison
 from reward_dataset_loader import RewardDataset
-from tokenization_manager import TokenizationManager
+from tokenization_manager import TokenizationManager, pieces
 
 CPU = torch.device("cpu")
 HOSTILE = "</div><script>alert(1)</script>&\x00\ud800"
