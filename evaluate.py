@@ -78,7 +78,7 @@ class EvaluateSettings(Settings):
     word_dataset: str | None = None
     """with samples: the corpus of natural texts that judge them; None: the dataset"""
     output_path: str | None = None
-    """also write the figures here, as JSON; with text: the page (None: TEXT.html, here)"""
+    """also write the figures here, as JSON; with text: the page (None: TEXT.crossover.html)"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
 
@@ -309,7 +309,7 @@ def write_passages(
         natural: list[float | None] = [None] * len(row)
         if reward_model is not None and reward_model.is_ratio:
             natural = reward_model.token_probabilities(row[None])[0].tolist()
-        texts = pieces(quality.tokenizer, row.cpu().numpy())
+        texts = pieces(quality.tokenizer.decode, row.cpu().numpy(), range(1, len(row) + 1))
         start = int(prompts.prefix_lengths[0])
         completion = []
         for text, share in zip(texts[start:], natural[start:], strict=True):

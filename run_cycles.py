@@ -38,7 +38,8 @@ from grpo.settings import GRPOSettings
 from metrics.reward_skill import better_than_constant
 from reports.ledger import Ledger, default_folder
 from reports.page import write_page
-from reports.summary import cycles_since_best, expectation, headline
+from reports.results import Results, cycles_since_best
+from reports.summary import expectation, headline
 from reward.user_function import RewardFunction
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager
@@ -429,7 +430,7 @@ def main() -> None:
     sections = parse_sections(SECTIONS, "run_cycles", argv, contents)
     settings = sections["run_cycles"]
     settings.errors().raise_if_any()
-    device = select_device(settings.device)
+    select_device(settings.device)  # raises an error before the first stage
     chooses_sizes = bool(settings.text) and config is None
     sources = settings.text or [config or "cycles"]
     settings.out_dir = settings.out_dir or default_folder(sources)
@@ -478,20 +479,20 @@ def main() -> None:
     try:
         for stage in loop.stages_to_make(ledger):
             reached.append(stage.name)
-            if stage.kind == "reward_data" and expectation(ledger):
-                warn(expectation(ledger))
+            if stage.kind == "reward_data" and expectation(Results(ledger)):
+                warn(expectation(Results(ledger)))
             if make(stage, ledger, settings.device):
                 is_changed = True
-                write_page(ledger, device)
+                write_page(ledger)
     except UserError:
         ledger.fail(reached[-1])
-        write_page(ledger, device)
+        write_page(ledger)
         raise
     ledger.finish(reached)
-    page = write_page(ledger, device)
+    page = write_page(ledger)
     if not is_changed:
         print0("Nothing to do: this run is already finished. Start another with --out_dir OTHER.")
-    print0("\n".join(["", *headline(ledger), f"Ledger: {ledger.path}", f"Page: {page}"]))
+    print0("\n".join(["", *headline(Results(ledger)), f"Ledger: {ledger.path}", f"Page: {page}"]))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import os
 import pickle
 import sys
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -360,20 +360,19 @@ def code_points_of(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
-def pieces(tokenizer: TokenizationManager, ids: np.ndarray) -> list[str]:
-    """Return the text of each token, whole characters only; joined, they are the row's text.
+def pieces(decode: Callable[[np.ndarray], str], ids: np.ndarray, ends: Iterable[int]) -> list[str]:
+    """Return the text of tokens (n,) in pieces, whole characters only.
 
-    Of tokens that share a character, the last one has it, and the others have no text. A character
-    that is incomplete in the row is U+FFFD.
+    decode: returns the text of tokens. ends: the number of tokens up to the end of each piece, in
+    ascending order, n last. A piece that ends within a character leaves this to the next piece.
     """
-    whole = tokenizer.decode(ids)
+    whole = decode(ids)
     texts = []
     start = 0
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:end])
-        if not whole.startswith(text):  # it ends within a character that the next token continues
-            text = text.removesuffix("\ufffd")
-        stop = max(start, len(text))
+    for end in ends:
+        stop = len(whole)
+        if end < len(ids):
+            stop = len(decode(ids[:end]).removesuffix("\ufffd"))
         texts.append(whole[start:stop])
         start = stop
     return texts

@@ -25,7 +25,7 @@ from common.files import write_json
 from common.process import run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from reports.ledger import Ledger
-from reports.summary import evaluated_models
+from reports.results import measured
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS = (
@@ -87,10 +87,12 @@ def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dic
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "output.txt", "w", encoding="utf-8") as file:
         subprocess.run(command, check=True, env=environment, stdout=file, stderr=file)
-    models = evaluated_models(Ledger(folder), cycle=1)
-    missing = dict.fromkeys(FIGURES)  # of controls, where GRPO did not start
-    measured = {name: models.get(name, missing) for name in MODELS}
-    return {name: {figure: measured[name][figure] for figure in FIGURES} for name in MODELS}
+    models = measured(Ledger(folder), cycle=1)
+    figures = {}
+    for name in MODELS:
+        found = models.get(name, {})  # no controls, where GRPO did not start
+        figures[name] = {figure: found.get(figure) for figure in FIGURES}
+    return figures
 
 
 def interval(values: list[float | None]) -> str:

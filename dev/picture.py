@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.files import write_text
 from common.process import UserError, run_main
 from reports.ledger import Ledger
-from reports.summary import before_and_after
+from reports.results import Results
 
 ROOT = Path(__file__).resolve().parents[1]
 # Sizes in pixels; ADVANCE is the width of a letter of 19 px.
@@ -76,8 +76,10 @@ def colour_of(natural: float) -> str:
 def main() -> None:
     """Read the run that the command names, and write the picture."""
     ledger = Ledger(Path(*sys.argv[1:2]))
-    pair = before_and_after(ledger)
-    if ledger.outcome != "finished" or not pair or "passages" not in pair[0]:
+    models = {}
+    if ledger.outcome == "finished":
+        models = Results(ledger).compared
+    if not models or "passages" not in models["generator"].figures:
         raise UserError(
             f"ERROR: {ledger.folder} is no finished run with passages: "
             "python dev/picture.py FOLDER, of a run whose section evaluate has samples"
@@ -88,10 +90,11 @@ def main() -> None:
             "Shade: the probability that the text is natural up to this letter (grey 1, orange 0).",
         )
     ]
-    for top, model, when in ((60, pair[0], "Before"), (182, pair[1], "After")):
-        passage = model["passages"][0]
+    for top, kind, when in ((60, "generator", "Before"), (182, "policy", "After")):
+        figures = models[kind].figures
+        passage = figures["passages"][0]
         title = (
-            f"{when} GRPO, at temperature {model['temperature']:.2f}: as diverse as natural text"
+            f"{when} GRPO, at temperature {figures['temperature']:.2f}: as diverse as natural text"
         )
         parts.append(caption(top, title))
         prompt = passage["prompt"][-COLUMNS:]

@@ -45,7 +45,7 @@ class ReadTextSettings(Settings):
     reward_path: str | None = None
     """the fitted reward: read if the file exists (then natural_text is not needed), else written"""
     output_path: str | None = None
-    """the page; None: TEXT.html, here"""
+    """the page; None: TEXT.crossover.html, here"""
 
     def check_settings(self, errors: Errors) -> None:
         """Check that there are a text and a fitted reward, or natural text to fit one."""

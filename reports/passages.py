@@ -1,8 +1,9 @@
 """Passages of unseen reward data, with the P(natural) that a reward model gives each token.
 
-python -c "import reports.passages; help(reports.passages.read_passages)"
+python run_cycles.py --text my_novel.txt --natural_text other_novels/
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,30 +27,29 @@ class Passage:
     tokens: list[str]
     crossover: int
     predicted: float  # the reward model's E[K], in tokens
-    natural: list[float] | None  # P(natural) of each token; None if the head has no token scores
+    natural: Sequence[float | None]  # P(natural) of each token; None if the head has no such scores
 
 
 @torch.no_grad()
-def read_passages(reward_data: Path, reward_model: Path, device: torch.device) -> list[Passage]:
-    """Return random passages of the report part, each from a different natural block."""
+def read_passages(reward_data: Path, reward_model: Path) -> list[Passage]:
+    """Return random passages of the report part."""
     dataset = RewardDataset(reward_data, "val")
     checkpoint = load_checkpoint(reward_model)
     tokenizer = TokenizationManager.from_record(checkpoint["tokenization"])
-    model = build_reward_model(checkpoint, reward_model, device)
-    report_rows = rows_by_part(dataset)[1]
-    rows = random_stream(SEED, "report", "rows").permutation(report_rows)
-    _, firsts = np.unique(rows // dataset.samples_per_chunk, return_index=True)
+    model = build_reward_model(checkpoint, reward_model, torch.device("cpu"))
+    _, rows = rows_by_part(dataset)
+    rows = random_stream(SEED, "report", "rows").permutation(rows)
+    N = dataset.block_size
     passages = []
-    for row in rows[np.sort(firsts)][:NUM_PASSAGES]:
-        tokens = dataset.x[row]
-        N = len(tokens)
-        ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]  # (1, N)
+    for row in rows[:NUM_PASSAGES]:
+        tokens = dataset.x[row]  # (N,)
+        ids = torch.from_numpy(tokens.astype(np.int64))[None]  # (1, N)
         probabilities, _ = model(ids)  # (1, 2)
-        natural = None
+        natural: Sequence[float | None] = [None] * N
         if model.is_ratio:
             natural = model.token_probabilities(ids)[0].tolist()
         passage = Passage(
-            tokens=pieces(tokenizer, tokens),
+            tokens=pieces(tokenizer.decode, tokens, range(1, N + 1)),
             crossover=round(float(dataset.y[row, 0]) * N),
             predicted=probabilities[0, 0].item() * N,
             natural=natural,

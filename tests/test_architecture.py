@@ -69,7 +69,7 @@ LOADS = {
     "prepare_reward_data": MODEL + "corpus.encode reward_data_config reward_dataset_loader",
     "train_reward_model": MODEL + "metrics reward reward_dataset_loader",
     "train_grpo": MODEL + "corpus.corpus grpo metrics reward",
-    "evaluate": MODEL + "corpus.corpus grpo metrics reports.text_page reward",
+    "evaluate": (MODEL + "corpus.corpus grpo metrics reports.rendering reports.text_page reward"),
     "sample": MODEL,
     "prepare_text": "common corpus data_loader tokenization_manager",
     "reward_dataset_loader": "common data_loader generation tokenization_manager",

@@ -28,7 +28,7 @@ def test_the_beginning_of_generated_text_is_found(
     place = int(re.search(r"begins after (\d+) characters", printed)[1])
     assert abs(place - 300) < 20
     assert f"This is about the writing of {exported[0]}, at temperature 1." in printed
-    assert 'id="k"' in (tmp_path / "mixed.html").read_text()
+    assert 'id="k"' in (tmp_path / "mixed.crossover.html").read_text()
 
     del options["natural_text"]
     again = call("interop.read_text", **options)

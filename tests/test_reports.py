@@ -1,11 +1,13 @@
-"""Tests of reports/: ledger, sentence, numbers, table, pictures, passages, page.
+"""Tests of reports/: ledger, results, sentence, numbers, table, pictures, passages, page.
 
 pytest tests/test_reports.py
 """
 
 import copy
 import html
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.process import UserError
-from reports import figures
 from reports.ledger import Ledger
 from reports.page import make_page, write_page
 from reports.passages import read_passages
-from reports.summary import cycles_since_best, headline, reason, sentence
+from reports.pictures import draw_pictures, progress_picture
+from reports.results import Results, cycles_since_best
+from reports.summary import headline, reason, sentence
 from reports.table import comparison
 from reward_dataset_loader import RewardDataset
 from tokenization_manager import TokenizationManager, pieces
 
-CPU = torch.device("cpu")
 HOSTILE = "</div><script>alert(1)</script>&\x00\ud800"
 CHARACTERS = 2.0  # per token
 
@@ -79,10 +81,11 @@ CONTROLS = {
     "control_sampled_v2": evaluated(1.95, 0.151, 1.796, 0.58, -0.02),
     "control_distil_v2": evaluated(1.885, 0.133, 1.79, 0.62),
 }
-GENERATOR = {"select_loss": 2.0 * CHARACTERS, "characters_per_token": CHARACTERS}
+UNIT = {"characters_per_token": CHARACTERS}
+GENERATOR = {"select_loss": 2.0 * CHARACTERS, **UNIT}
 STAGES = {  # kind, cycle, figures
     "base_model_v1": ("base", 0, GENERATOR),
-    "natural_model_v1": ("natural_model", 0, {"select_loss": 1.6 * CHARACTERS}),
+    "natural_model_v1": ("natural_model", 0, {"select_loss": 1.6 * CHARACTERS, **UNIT}),
     "reward_model_v1": ("reward_model", 1, {}),
     "base_model_v2": ("policy", 1, {}),
     "evaluation_v2": ("evaluation", 1, MODELS),
@@ -113,7 +116,7 @@ def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
     ledger.outcome = "finished"
     for name, (kind, cycle, stage_figures) in STAGES.items():
         record = {"name": name, "kind": kind, "cycle": cycle, "script": "train"}
-        record.update(settings={}, inputs={})
+        record.update(settings={"reward_function": None}, inputs={})
         stage_figures = changes.get(name, stage_figures)
         if stage_figures is not None:
             record.update(seconds=5.0, figures=stage_figures)
@@ -121,11 +124,26 @@ def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
     return ledger
 
 
+RECORD = {  # of the log of train_grpo.py
+    "step": 0,
+    "fresh_reward": 0.5,
+    "fresh_reward_low": 0.4,
+    "fresh_reward_high": 0.6,
+    "natural_reward": 1,
+}
+
+
+def results_of(**changes) -> Results:
+    return Results(make_ledger(**changes))
+
+
 LEARNED = "A model of Twelfth Night was trained with a model of 8 other texts"
 
 
 def gained(judge: float | None, unknown: float | None, loss: float, spread=0.02, **changes) -> str:
-    """Return the sentence about a policy with these figures, without its beginning."""
+    """Return the sentence about a policy with these figures, without its beginning; `changes` are
+    figures of all models.
+    """
     models = copy.deepcopy(
         {**MODELS, "base_model_v2": evaluated(judge, unknown, loss, 0.5, spread)}
     )
@@ -133,7 +151,7 @@ def gained(judge: float | None, unknown: float | None, loss: float, spread=0.02,
         for name, value in changes.items():
             part = model["quality"] if name in model["quality"] else model
             part[name] = value
-    found = sentence(make_ledger(evaluation_v2=models))
+    found = sentence(results_of(evaluation_v2=models))
     assert len(found.split()) <= 25
     return found.removeprefix(LEARNED)
 
@@ -141,9 +159,9 @@ def gained(judge: float | None, unknown: float | None, loss: float, spread=0.02,
 def test_sentence_of_what_the_policy_gained():
     """The judge decides; without its verdict, the calibrated loss."""
     assert gained(1.9, 0.141, 1.9) == ": 14.1% of the words it writes are unknown, 21.2% before."
-    fell = ": a judge's loss fell from 2.493 to 1.900 nats/character."
+    fell = ": a judge's loss fell from 2.49 to 1.90 nats/character."
     assert gained(1.9, 0.3, 1.9) == gained(1.9, None, 1.9) == fell
-    rose = ", but a judge's loss rose from 2.493 to 2.600 nats/character."
+    rose = ", but a judge's loss rose from 2.49 to 2.60 nats/character."
     assert gained(2.6, 0.1, 1.5) == rose
     fell = ": its loss fell from 1.928 to 1.900 nats/character."
     assert gained(2.493, 0.1, 1.9) == gained(None, None, 1.9) == fell
@@ -151,99 +169,104 @@ def test_sentence_of_what_the_policy_gained():
     rose = ", but its loss rose from 1.928 to 2.000 nats/character."
     assert gained(None, None, 2.0) == rose
     assert gained(2.49, 0.1, 1.93, 0.5) == ", but no gain is shown."
-    short = ", but too little text was measured for a verdict."
-    assert gained(None, None, 1.9, blocks=[]) == short
+    assert gained(None, None, 1.9, blocks=[]) == ", but no gain is shown."
 
 
 def test_sentence_of_what_the_generator_learned_from():
     ledger = make_ledger()
-    ledger.about["titles"]["dataset"] = ["The Picture of Dorian Gray"]
     ledger.about["settings"]["natural_dataset"] = None
-    assert "The Picture of... was trained with another model of the same text:" in sentence(ledger)
+    assert "Night was trained with another model of the same text:" in sentence(Results(ledger))
     ledger.about["planned"].remove("natural_model_v1")
-    assert "was trained with a reward model's scores:" in sentence(ledger)
+    assert "was trained with a reward model's scores:" in sentence(Results(ledger))
     ledger.about["settings"]["natural_model"] = "hub/SmolLM2-135M"
-    assert "was trained with the model SmolLM2-135M:" in sentence(ledger)
+    assert "was trained with the model SmolLM2-135M:" in sentence(Results(ledger))
 
 
 def test_sentence_before_the_policy_is_measured():
-    assert headline(Ledger(Path("nowhere"))) == [
-        "Run unfinished: 0 of 0 stages are finished.",
-        "Nothing is trained yet.",
-    ]
     ledger = make_ledger(evaluation_v2=None, base_model_v2=None, controls_v2=None)
     ledger.outcome = "failed in base_model_v2"
-    assert headline(ledger) == [
+    assert headline(Results(ledger)) == [
         "Run failed in base_model_v2: 6 of 9 stages are finished.",
         "A model of Twelfth Night is to be trained with a model of 8 other texts; "
         "its text is not measured yet.",
     ]
     ledger = make_ledger(base_model_v2={})
     ledger.records["base_model_v2"]["script"] = ""
-    (line,) = headline(ledger)
-    assert line == (
+    assert headline(Results(ledger)) == [
         "A model of Twelfth Night did not learn by GRPO: its reward model is not shown to tell "
         "natural text from generated text."
-    )
-    assert len(line.split()) <= 25
+    ]
 
 
 def test_headline():
-    assert headline(make_ledger())[1:] == [
+    assert headline(results_of())[1:] == [
         "unknown words in its text at natural diversity (natural text: 4.6%): 21.2% -> 14.1%",
         "P(natural) of its text at temperature 1 (natural text: 0.93): 0.25 -> 0.61",
         "calibrated loss on unseen text, nats per character: 1.928 -> 1.769",
     ]
     unspaced = {**MODELS, "base_model_v2": evaluated(1.9, None, 1.9, 0.5)}
-    lines = headline(make_ledger(evaluation_v2=unspaced))
+    lines = headline(results_of(evaluation_v2=unspaced))
     assert lines[1].endswith("nats per character (natural text: 1.81): 2.49 -> 1.90")
     assert len(lines) == 4
 
 
+def test_figures_are_in_final_units():
+    """Their names are those of one place: `temperature` is not that of the calibration."""
+    results = results_of()
+    generator = results.compared["generator"]
+    assert generator.figures["temperature"] == 1.5 - 0.251
+    assert generator.figures["calibrated_loss"] == pytest.approx(1.928)
+    assert generator.figures["calibrated_loss_high"] == 2.25
+    assert generator.differences["judge_loss"] == pytest.approx(1.942 - 2.493)
+    assert list(results.compared) == [model.kind for model in results.models]
+    assert results.natural["fresh_reward"] == 0.93
+    unlike = {name: copy.deepcopy(model) for name, model in MODELS.items()}
+    unlike["base_model_v2"]["quality"]["is_reached"] = False
+    (policy,) = [
+        model for model in results_of(evaluation_v2=unlike).models if model.kind == "policy"
+    ]
+    assert not {"judge_loss", "unknown_words"} & policy.figures.keys()
+    assert policy.figures["temperature"] == 1.5 - 0.606
+
+
 def test_a_natural_model_that_is_hardly_better_comes_first():
     """In nats per character of the select part."""
-    figures_of_natural = {"select_loss": 1.89 * CHARACTERS}
-    assert len(headline(make_ledger(natural_model_v1=figures_of_natural))) == 4
-    figures_of_natural = {"select_loss": 1.91 * CHARACTERS}
-    line = headline(make_ledger(natural_model_v1=figures_of_natural))[0]
+    for loss, count in ((1.89, 4), (1.91, 5)):
+        lines = headline(results_of(natural_model_v1={"select_loss": loss * CHARACTERS, **UNIT}))
+        assert len(lines) == count
     start = "Expect text that is hardly more natural: the natural model's loss, 1.91 nats per char"
-    assert line.startswith(start)
-    assert "the generator's, 2.00. " in line and "--natural_text" in line
-    earlier = make_ledger(natural_model_v1=figures_of_natural, base_model_v1={"select_loss": 2.0})
-    assert len(headline(earlier)) == 4  # a record of a version without characters_per_token
+    assert lines[0].startswith(start)
+    assert "the generator's, 2.00. " in lines[0]
 
 
 def test_a_policy_whose_text_is_not_better_has_a_reason():
     """Beside the generator and plain training, once these are measured."""
-    assert reason(make_ledger()) == ""
+    assert reason(results_of()) == ""
     models = {**MODELS, "base_model_v2": evaluated(2.48, 0.2, 1.769, 0.6, 0.1)}
-    ledger = make_ledger(evaluation_v2=models)
+    ledger = make_ledger(evaluation_v2=models, reward_model_v1=None)
     start = "The policy's text is not shown to be better than"
     chance = (
         f"{start} the generator's: the judge's loss differs by -0.01 (-0.06 to +0.03), and lower "
         f"is better. {start} plain training's: the judge's loss differs by +0.03 (-0.01 to +0.08), "
         "and lower is better."
     )
-    assert reason(ledger) == chance
-    ledger.about["settings"]["natural_dataset"] = None
-    same = f"{chance} The natural model learned the same text. On the select part its loss is 0.40"
-    assert reason(ledger).startswith(same) and "with --natural_text" in reason(ledger)
-    ledger.about["settings"]["text"] = []
-    assert reason(ledger).startswith(same) and "with --natural_dataset" in reason(ledger)
-    assert chance.replace("'", "&#39;") in make_page(ledger, CPU)
+    assert reason(Results(ledger)) == chance
+    assert chance.replace("'", "&#39;") in make_page(ledger)
     controls = {**CONTROLS, "control_plain_v2": evaluated(1.9, 0.206, 1.92, 0.27)}
     worse = (
         "The policy's text is worse than plain training's: the judge's loss differs by +0.04 "
         "(+0.04 to +0.05), and lower is better."
     )
-    assert worse in headline(make_ledger(controls_v2=controls))
-    other = {
-        **MODELS["base_model_v1"],
-        "blocks": [],
-        "quality": {**MODELS["base_model_v1"]["quality"], "judge_by_sample": []},
-    }
-    remade = make_ledger(evaluation_v2={**MODELS, "base_model_v1": other})
-    assert reason(remade) == "" and len(comparison(remade)) == 7
+    assert worse in headline(results_of(controls_v2=controls))
+
+
+def test_models_of_other_samples_are_not_compared():
+    """In a run that goes on with other settings, a stage may still have its earlier figures."""
+    other = evaluated(2.493, 0.212, 1.928, 0.251)
+    other["blocks"] = other["quality"]["judge_by_sample"] = [2.0]
+    remade = results_of(evaluation_v2={**MODELS, "base_model_v1": other})
+    assert remade.compared["generator"].differences == {}
+    assert comparison(remade)[0]["the policy's text is"] == "-"
 
 
 def rewarded(reward: float) -> dict:
@@ -262,28 +285,28 @@ def test_a_task(tmp_path, reward, learned):
     measured = {"base_model_v1": 0.25, "natural_model_v1": 0.125, "base_model_v2": reward}
     models = {name: {**MODELS[name], **rewarded(value)} for name, value in measured.items()}
     controls = {name: {**model, **rewarded(0.75)} for name, model in CONTROLS.items()}
-    ledger = make_ledger(tmp_path, evaluation_v2=models, controls_v2=controls)
+    changes = {"evaluation_v2": models, "controls_v2": controls, "reward_model_v1": None}
+    ledger = make_ledger(tmp_path, **changes)
     ledger.records["base_model_v2"]["settings"]["reward_function"] = [
         "my.py:short_lines",
         "my.py:no_e",
     ]
     copied = {**ledger.records["base_model_v2"], "name": "base_model_v3", "cycle": 2}
     ledger.records["base_model_v3"] = {**copied, "script": "", "settings": {}}
-    ledger.about["titles"]["dataset"] = ["The Two Gentlemen of Verona"]
-    lines = headline(ledger)
-    assert len(lines[0].split()) <= 25
-    assert lines == [
-        f"A model of The Two Gentlemen... {learned} short_lines+no_e: task reward from 0.250 to "
+    ledger.about["planned"].append("base_model_v3")
+    results = Results(ledger)
+    assert headline(results) == [
+        f"A model of Twelfth Night {learned} short_lines+no_e: task reward from 0.250 to "
         f"{reward:.3f}, P(natural) from 0.25 to 0.61.",
         f"task reward of its text at temperature 1 (natural text: 0.500): 0.250 -> {reward:.3f}",
         "P(natural) of its text at temperature 1 (natural text: 0.93): 0.25 -> 0.61",
         "judge's loss of its text at natural diversity, nats per character (natural text: 1.81): "
         "2.49 -> 1.94",
     ]
-    rows = comparison(ledger)
+    rows = comparison(results)
     rewards = ["0.250", "0.125", f"{reward:.3f}", "0.750", "0.750", "0.750"]
-    assert [row["task reward"].partition(" ")[0] for row in rows] == [*rewards, "0.500"]
-    assert "distillation do not learn the task." in make_page(ledger, CPU)
+    assert [row["task reward"].partition(" ")[0] for row in rows] == [*rewards, "-", "0.500"]
+    assert "distillation do not learn the task." in make_page(ledger)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +322,7 @@ def test_cycles_since_best(losses, count):
 
 
 def test_table():
-    rows = {row["model"]: row for row in comparison(make_ledger())}
+    rows = {row["model"]: row for row in comparison(results_of())}
     assert list(rows) == [
         "generator",
         "natural model",
@@ -310,7 +333,7 @@ def test_table():
         "natural text",
     ]
     assert rows["natural text"] == {
-        **dict.fromkeys(rows["natural text"], ""),
+        **dict.fromkeys(rows["natural text"], "-"),
         "model": "natural text",
         "judge's loss of its text": "1.811",
         "unknown words": "4.6%",
@@ -326,17 +349,17 @@ def test_table():
         "P(natural)": "0.580",
         "seconds": "15",
     }
-    assert rows["policy"]["the policy's text is"] == ""
+    assert rows["policy"]["the policy's text is"] == "-"
     assert rows["off-policy distillation"]["the policy's text is"].startswith("worse +0.057 (")
-    assert [row["seconds"] for row in rows.values()] == ["5", "5", "15", "5", "15", "15", ""]
+    assert [row["seconds"] for row in rows.values()] == ["5", "5", "15", "5", "15", "15", "-"]
 
 
 def test_table_of_an_unfinished_run():
     """What is planned and not measured is in progress, until the run ends."""
     ledger = make_ledger(control_sampled_v2=None, controls_v2=None)
-    for outcome, cell in (("unfinished", "in progress"), ("failed in x", "not measured")):
+    for outcome, cell in (("unfinished", "in progress"), ("failed in x", "-")):
         ledger.outcome = outcome
-        rows = {row["model"]: row for row in comparison(ledger)}
+        rows = {row["model"]: row for row in comparison(Results(ledger))}
         assert rows["policy"]["P(natural)"] == "0.606"
         assert rows["plain training"]["P(natural)"] == cell
         assert rows["plain training"]["seconds"] == "5"
@@ -345,7 +368,7 @@ def test_table_of_an_unfinished_run():
     del models["natural_model_v1"]
     ledger = make_ledger(evaluation_v2=models)
     ledger.about["planned"].remove("natural_model_v1")
-    assert [row["seconds"] for row in comparison(ledger)][:3] == ["5", "", "10"]
+    assert [row["seconds"] for row in comparison(Results(ledger))][:3] == ["5", "-", "10"]
 
 
 def test_a_ledger_is_read_back(tmp_path):
@@ -381,16 +404,13 @@ def test_pictures():
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    records = [{"step": step, "fresh_reward": 0.5, "natural_reward": 1} for step in (0, 5)]
-    records[1].update(fresh_reward_low=0.4, fresh_reward_high=0.6)
-    axes = figures.progress_picture([{"step": 1, "kl_mixture": 2.0}, *records]).axes[0]
+    axes = progress_picture([{"step": 1, "kl_mixture": 2.0}, RECORD]).axes[0]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["select part 0.5", "natural text 1"]
-    quality = figures.quality_picture({"policy": MODELS["base_model_v2"]["quality"]})
-    assert figures.as_png(quality).startswith(b"\x89PNG")
+    models = results_of().models
+    assert len(draw_pictures(models, [RECORD])) == 2
     assert dict(matplotlib.rcParams) == before
-    unmeasured = evaluated(None, None, 2.0, 0.5)["quality"]
-    assert figures.quality_picture({"policy": unmeasured}) is None
+    assert draw_pictures([replace(models[0], figures={})], []) == []
 
 
 class Bytes:
@@ -400,13 +420,17 @@ class Bytes:
         return bytes(ids.tolist()).decode("utf-8", "replace")
 
 
+def by_token(tokenizer: Bytes | TokenizationManager, ids: np.ndarray) -> list[str]:
+    return pieces(tokenizer.decode, ids, range(1, len(ids) + 1))
+
+
 def test_pieces_of_characters_of_several_tokens():
     text = "a\u00e9\u20ac b"
     ids = np.frombuffer(text.encode(), np.uint8)
-    assert pieces(Bytes(), ids) == ["a", "", "\u00e9", "", "", "\u20ac", " ", "b"]
+    assert by_token(Bytes(), ids) == ["a", "", "\u00e9", "", "", "\u20ac", " ", "b"]
     # A row that begins and ends within a character, and a character that never ends.
-    assert pieces(Bytes(), ids[2:5]) == ["\ufffd", "\ufffd", ""]
-    assert pieces(Bytes(), np.array([0xE2, 97])) == ["\ufffd", "a"]
+    assert by_token(Bytes(), ids[2:5]) == ["", "\ufffd", "\ufffd"]
+    assert by_token(Bytes(), np.array([0xE2, 97])) == ["", "\ufffda"]
 
 
 def test_pieces_of_learned_tokens_lose_no_text():
@@ -414,7 +438,7 @@ def test_pieces_of_learned_tokens_lose_no_text():
 
     @given(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
     def lose_nothing(ids):
-        found = pieces(tokenizer, np.array(ids))
+        found = by_token(tokenizer, np.array(ids))
         assert len(found) == len(ids)
         assert "".join(found) == tokenizer.decode(ids)
 
@@ -422,7 +446,7 @@ def test_pieces_of_learned_tokens_lose_no_text():
 
 
 def test_passages(reward_data, predictive_reward_model, reward_model):
-    passages = read_passages(reward_data, predictive_reward_model, CPU)
+    passages = read_passages(reward_data, predictive_reward_model)
     dataset = RewardDataset(reward_data, "val")
     N = dataset.block_size
     assert len(passages) == 2
@@ -432,9 +456,9 @@ def test_passages(reward_data, predictive_reward_model, reward_model):
         assert passage.crossover in labels
         assert passage.predicted == pytest.approx(sum(passage.natural), abs=1e-3)
         assert all(0 <= probability <= 1 for probability in passage.natural)
-    assert passages == read_passages(reward_data, predictive_reward_model, CPU)
-    for passage in read_passages(reward_data, reward_model, CPU):  # a head without token scores
-        assert passage.natural is None
+    assert passages == read_passages(reward_data, predictive_reward_model)
+    for passage in read_passages(reward_data, reward_model):  # a head without token scores
+        assert set(passage.natural) == {None}
         assert 0 <= passage.predicted <= N
 
 
@@ -443,11 +467,12 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     ledger = make_ledger(tmp_path)
     (tmp_path / "reward_data_v1").symlink_to(reward_data)
     (tmp_path / "reward_model_v1.pt").symlink_to(predictive_reward_model)
-    (tmp_path / "base_model_v2.jsonl").write_text('{"step": 0, "fresh_reward": 0.2}\n')
-    page = make_page(ledger, CPU)
-    assert f"<h1>{html.escape(sentence(ledger))}</h1>" in page
+    (tmp_path / "base_model_v2.jsonl").write_text(json.dumps(RECORD) + "\n")
+    results = Results(ledger)
+    page = make_page(ledger)
+    assert f"<h1>{html.escape(sentence(results))}</h1>" in page
     assert "21.2% → <b>14.1%</b>" in page
-    for row in comparison(ledger):
+    for row in comparison(results):
         assert all(f"<td>{html.escape(cell)}</td>" in page for cell in row.values())
     assert "natural diversity: 1.25 and 0.89." in page
     assert page.count("<b>To b</b>") == 8
@@ -460,17 +485,16 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     # quality and diversity, P(natural) in steps of GRPO
     assert page.count("data:image/png;base64,") == 2
     assert not re.search(r"(src|href)=\"?http", page)
-    passages = read_passages(tmp_path / "reward_data_v1", tmp_path / "reward_model_v1.pt", CPU)
+    passages = read_passages(tmp_path / "reward_data_v1", tmp_path / "reward_model_v1.pt")
     assert all(f"K is after {passage.crossover} tokens" in page for passage in passages)
 
 
 def test_page_with_missing_parts(tmp_path, capsys):
-    """A run that has just begun, a run without files, and a warning if no page can be made."""
-    assert "Nothing is trained yet." in make_page(Ledger(tmp_path), CPU)
-    write_page(make_ledger(tmp_path, evaluation_v2={"base_model_v2": {"loss": 2.0}}), CPU)
+    """A warning if no page can be made, and a run without GRPO."""
+    write_page(make_ledger(tmp_path, evaluation_v2={"base_model_v2": {"loss": 2.0}}))
     assert "WARNING: the report is not written (KeyError" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
-    ledger = make_ledger(tmp_path, base_model_v2={}, controls_v2=None)
+    ledger = make_ledger(tmp_path, base_model_v2={}, controls_v2=None, reward_model_v1=None)
     ledger.records["base_model_v2"]["script"] = ""
-    assert write_page(ledger, CPU) == tmp_path / "report.html"
+    assert write_page(ledger) == tmp_path / "report.html"
     assert "did not learn by GRPO" in (tmp_path / "report.html").read_text()

@@ -115,7 +115,7 @@ def test_artefacts_and_ledger(unbroken, corpus):
     lines = printed.splitlines()[-6:]
     learned = f"A model of {corpus.name} was trained with another model of the same text"
     assert lines[0].startswith("Expect text that is hardly more natural: ")
-    assert lines[1] == f"{learned}, but too little text was measured for a verdict."
+    assert lines[1] == f"{learned}, but no gain is shown."
     assert f"<h1>{lines[1]}</h1>" in page
     assert f"-> {found['base_model_v2']['fresh_reward']:.2f}" in lines[2]
     assert lines[4:] == [f"Ledger: {out}/cycles.json", f"Page: {out}/report.html"]

@@ -1,0 +1,227 @@
+"""The results of a run of run_cycles.py: figures of its models, in the units that people read.
+
+    python -c "from reports.results import *; print(Results(Ledger(Path('out/my_novel'))).models)"
+
+`Results` reads the ledger once; summary.py, table.py and page.py only format what it holds. The 95%
+interval of a figure x is x_low and x_high. A figure that is not measured is left out.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path  # noqa: F401 - for the command above
+from typing import Any
+
+import torch
+
+from metrics.bootstrap import bootstrap_mean, widened
+from reports.ledger import Ledger, Record
+
+SEED = 42  # of the intervals of differences
+KINDS = {  # of models, by the name of their stage without its version
+    "base_model": "generator",  # version 1; later ones are policies
+    "natural_model": "natural model",
+    "control_plain": "plain training",
+    "control_sampled": "GRPO, sampled tokens",
+    "control_distil": "off-policy distillation",
+}
+# The kinds of stages that learn from a reward model, and those that these need.
+LEARNING_KINDS = ("policy", "control_sampled", "control_distil")
+NEEDED_KINDS = ("natural_model", "reward_data", "reward_model", "policy")
+# The losses that are compared, and the losses of the blocks of text, or of the samples.
+PAIRED = {"calibrated_loss": "blocks", "judge_loss": "judge_by_sample"}
+BETTER = "better"
+WORSE = "worse"
+NO_DIFFERENCE = "no difference shown"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a run knows of a model.
+
+    cycle: the cycle whose policy it is compared with. seconds: of its training; None if that is not
+    finished, or not part of the run. figures: see `page_figures`; {} if it is not measured.
+    differences: policy - model, for each loss in PAIRED that both have.
+    """
+
+    kind: str
+    label: str
+    cycle: int
+    seconds: float | None
+    figures: Record
+    differences: Record
+
+    def verdict(self, name: str) -> str:
+        """Return what the difference of a loss shows of the policy, or "" without an interval."""
+        low = self.differences.get(f"{name}_low")
+        if low is None:
+            return ""
+        if self.differences[f"{name}_high"] < 0:
+            return BETTER
+        if low > 0:
+            return WORSE
+        return NO_DIFFERENCE
+
+
+class Results:
+    """What a run knows so far.
+
+    models: all models, in the order of the plan. cycle: the last one whose policy is trained and
+    evaluated, or 0. compared: the measured models of this cycle by their kinds, "generator",
+    "policy" and others. natural: the figures of natural text, named as those of a model. Both are
+    empty if cycle is 0. task: the names of the reward functions, joined by +, or "". is_copied:
+    whether GRPO was skipped, so that the policy is a copy of the generator. generator_loss,
+    natural_loss: of the select part, in nats per character; NaN before the model is trained, and
+    without such a stage.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.about = ledger.about
+        self.outcome = ledger.outcome
+        self.num_finished = len(ledger.finished())
+        self.generator_loss = loss_per_character(ledger, "base_model_v1")
+        self.natural_loss = loss_per_character(ledger, "natural_model_v1")
+        self.cycle = 0
+        self.task = ""
+        self.is_copied = False
+        for policy in ledger.finished("policy"):
+            if not policy["script"]:  # a copy, with which the run ends
+                self.is_copied = self.cycle == 0
+                break
+            functions = policy["settings"]["reward_function"] or ()
+            self.task = "+".join(function.rpartition(":")[2] for function in functions)
+            if ledger.figures(f"evaluation_v{policy['cycle'] + 1}"):
+                self.cycle = policy["cycle"]
+        self.models = read_models(ledger, self.cycle or 1)
+        self.compared = {}
+        for model in self.models:
+            if model.figures and model.cycle == self.cycle:
+                self.compared[model.kind] = model
+        self.natural: Record = {}
+        if self.cycle:
+            figures = self.compared["generator"].figures
+            self.natural = {
+                **figures.get("natural", {}),
+                "fresh_reward": figures["natural_reward"],
+                "fresh_function_reward": figures.get("natural_function_reward"),
+            }
+
+
+def loss_per_character(ledger: Ledger, name: str) -> float:
+    """Return the loss of a model on the select part, or NaN if the run has not trained it."""
+    figures = ledger.figures(name)
+    if not figures:
+        return math.nan
+    loss: float = figures["select_loss"] / figures["characters_per_token"]
+    return loss
+
+
+def read_models(ledger: Ledger, last_cycle: int) -> list[Model]:
+    """Return the models of the plan; generator and natural model as the last cycle measured them.
+
+    The user's own natural model, which no stage trains, follows the generator.
+    """
+    names = list(ledger.about["planned"])
+    if "natural_model" in measured(ledger, last_cycle):
+        names.insert(1, "natural_model")
+    models = []
+    for name in names:
+        stage, _, version = name.partition("_v")
+        if stage not in KINDS:
+            continue
+        kind = KINDS[stage]
+        cycle = last_cycle
+        label = kind
+        if version not in ("", "1"):
+            cycle = int(version) - 1
+            if stage == "base_model":
+                kind = "policy"
+            label = kind
+            if ledger.about["settings"]["num_cycles"] > 1:
+                label += f", cycle {cycle}"
+        of_cycle = measured(ledger, cycle)
+        figures = of_cycle.get(name, {})
+        policy = of_cycle.get(f"base_model_v{cycle + 1}", {})
+        differences = {}
+        if kind != "policy":
+            differences = subtract(policy, figures)
+        seconds = seconds_of(ledger, name)
+        models.append(Model(kind, label, cycle, seconds, figures, differences))
+    return models
+
+
+def measured(ledger: Ledger, cycle: int) -> dict[str, dict[str, Any]]:
+    """Return the figures of the models that a cycle evaluated, by name, the controls last."""
+    figures = {}
+    for stage in ("evaluation", "controls"):
+        for name, record in ledger.figures(f"{stage}_v{cycle + 1}").items():
+            figures[name] = page_figures(record)
+    return figures
+
+
+def page_figures(record: Record) -> dict[str, Any]:
+    """Return the figures of a model that the page shows, from a record of evaluate.py.
+
+    They are the figures of `quality` (docs/reference.md), in which `temperature` is that of natural
+    diversity; the rewards and the passages of the record; and, in nats per character, the
+    calibrated loss and its `blocks`. There are no judge_loss and unknown_words if no temperature
+    gives natural diversity.
+    """
+    figures = dict(record.get("quality", {}))
+    if not figures.get("is_reached"):
+        figures.update(judge_loss=None, unknown_words=None)
+    characters = record.get("characters_per_token", 1.0)  # ids without text have none
+    figures["blocks"] = [loss / characters for loss in record["blocks"]]
+    for name, value in record.items():
+        if name.startswith("calibrated_loss") and value is not None:
+            figures[name] = value / characters
+        if "reward" in name or name == "passages":
+            figures[name] = value
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def subtract(policy: Record, model: Record) -> dict[str, Any]:
+    """Return the differences of the losses that both models have of the same text, paired."""
+    differences: dict[str, Any] = {}
+    for name, losses in PAIRED.items():
+        if name not in policy or name not in model:
+            continue
+        # In a run that goes on with other settings, a model may still have its earlier figures.
+        if len(policy[losses]) == len(model[losses]):
+            paired = torch.tensor(policy[losses]) - torch.tensor(model[losses])
+            mean = bootstrap_mean(name, paired, SEED)
+            if name == "judge_loss":  # each model has the error of its own temperature
+                error = math.hypot(policy["judge_loss_error"], model["judge_loss_error"])
+                mean = widened(name, mean, error)
+            differences.update(mean)
+            differences[name] = policy[name] - model[name]
+    return differences
+
+
+def seconds_of(ledger: Ledger, name: str) -> float | None:
+    """Return the seconds of a finished stage, or None.
+
+    Those of a stage that learns from a reward model include the natural model, the stages that made
+    the reward model, and earlier cycles; the generator is not counted.
+    """
+    record = ledger.records.get(name, {})
+    if "seconds" not in record:
+        return None
+    seconds: float = record["seconds"]
+    if record["kind"] not in LEARNING_KINDS:
+        return seconds
+    for stage in ledger.finished():  # in the order of the plan
+        if stage["kind"] == "policy" and stage["cycle"] == record["cycle"]:
+            break
+        if stage["kind"] in NEEDED_KINDS:
+            seconds += stage["seconds"]
+    return seconds
+
+
+def cycles_since_best(ledger: Ledger, cycle: int) -> int:
+    """Return how many cycles before this one did not lower the loss on the select part."""
+    policies = [ledger.figures(f"base_model_v{version}") for version in range(2, cycle + 1)]
+    if not policies:
+        return 0
+    losses = [policies[0]["start_select_loss"]]
+    losses += [policy["select_loss"] for policy in policies]
+    return len(policies) - losses.index(min(losses))
