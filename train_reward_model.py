@@ -25,7 +25,7 @@ from metrics.reward_skill import better_than_constant, describe_skill, measure_s
 from model import GPT
 from reward.heads import LastRewardModel, LikelihoodRewardModel, RewardModel, features_of
 from reward.mixture import fit_mixture
-from reward_dataset_loader import RewardDataset, open_checked_splits, rows_by_part
+from reward_dataset_loader import RewardDataset, open_splits, rows_by_part
 from training import checkpoint
 from training.lineage import check_generator, check_splits
 from training.optimizers import Best, EarlyStopping, make_optimizers, take_step
@@ -114,7 +114,7 @@ def run(settings: RewardModelSettings) -> dict[str, Any]:
     # data
     base = checkpoint.load_checkpoint(base_path)
     generator = checkpoint.build_model(base, base_path)
-    train_set, val_set = open_checked_splits(settings.data_dir)
+    train_set, val_set = open_splits(settings.data_dir)
     dataset_tokens = train_set.tokenization.vocab_size
     model_tokens = generator.config.num_real_tokens
     require(

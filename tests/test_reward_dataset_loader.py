@@ -180,7 +180,7 @@ def test_splits_that_do_not_fit_together(folder):
     assert finished.status == 2
     said = "\n⚠️ Tokenization mismatch detected:\n    Train: char (vocab_size=65)\n    Val: bpe (voc"
     assert said in finished.out and "DataLoader Test" not in finished.out
-    assert "tokenization_method is char in train, bpe in val" in finished.err
+    assert "dataset uses 'bpe' but expected 'char'" in finished.err
 
 
 def test_report_is_the_documented_one(tmp_path):

@@ -26,11 +26,9 @@ from common.files import hash_file
 from common.log import read_records
 from metrics.reward_skill import measure_skill
 from model import GPT
-from prepare_reward_data import save_reward_dataset
 from reward.heads import LikelihoodRewardModel, RewardModel, build_reward_model
 from reward.posterior import crossover_loss
 from reward_dataset_loader import RewardDataset
-from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint, save_checkpoint
 
 LAST = {"head": "last", "max_epochs": 2}
@@ -135,7 +133,8 @@ def test_the_better_of_two_epochs_is_kept_and_an_output_until_overwritten(
     """The trunk stays as it was; of two epochs the better is kept, by the loss on the half that
     selects.
     """
-    succeed("train_reward_model", **good, **LAST, reward_head_hidden_dim=9)
+    out = succeed("train_reward_model", **good, **LAST, reward_head_hidden_dim=9)
+    assert "not shown to beat a constant" in out
     checkpoint, model = load_result(good)
     assert (model.config.reward_head_type, model.config.reward_head_hidden_dim) == ("last", 9)
     assert_same_weights(trunk_of(checkpoint["model"]), trunk_of(weights(generator)))
@@ -238,27 +237,3 @@ def test_settings_that_make_no_sense_together(good, knowing, line):
     problem, _, suggestion = message.partition("SUGGESTION:")
     assert said in problem and way_out in suggestion
     assert not good["output_path"].parent.exists()
-
-
-@pytest.mark.parametrize("is_shuffled", [False, True])
-def test_a_last_head_finds_a_signal_but_none_in_shuffled_labels(
-    good, tmp_path, generator, corpus, is_shuffled
-):
-    """Natural text has 12 of the 25 tokens, and generated text the others."""
-    random = np.random.default_rng(0)
-    data = tmp_path / "data"
-    info = TokenizationManager(data_path=corpus).info()
-    for split in ("train", "val"):
-        crossovers = random.integers(1, 16, 400)
-        is_written = np.arange(16) >= crossovers[:, None]
-        x = random.integers(0, 12, (400, 16)) + 12 * is_written
-        if is_shuffled:
-            random.shuffle(crossovers)
-        labels = np.stack((crossovers, 16 - crossovers), 1) / 16
-        save_reward_dataset(list(x), list(labels), str(data), split, info, samples_per_chunk=4)
-    options = {**good, **LAST, "data_dir": data}
-    options.update(learning_rate=1e-2, max_epochs=9)
-    out = succeed("train_reward_model", **options)
-    assert ("not shown to beat a constant" in out) == is_shuffled
-    skill = load_result(good)[0]["training"]["skill"]
-    assert (skill["r2_low"] > 0) != is_shuffled
