@@ -56,7 +56,7 @@ def crossovers_and_uniforms(
         stream = random_stream(seed, "reward_data", split, block)
         draws.append(stream.random((samples, length + 1), dtype=np.float32))
     uniforms = np.stack(draws)  # (P, G, N + 1)
-    crossovers = 1 + np.floor(uniforms[..., 0].astype(np.float64) * (length - 1)).astype(np.int64)
+    crossovers = 1 + (uniforms[..., 0].astype(np.float64) * (length - 1)).astype(np.int64)
     return crossovers, uniforms[..., 1:]
 
 

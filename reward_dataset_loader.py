@@ -46,35 +46,36 @@ class RewardDataset(Dataset):
         # Absolute, because a worker process may open it in another working directory.
         self.data_dir = Path(data_dir).absolute()
         self.split = split
-        paths = [self.data_dir / f"{split}_{name}" for name in ("metadata.txt", "x.bin", "y.bin")]
-        for path in paths:
-            require(
-                path.is_file(),
-                f"Dataset file not found: {path}\nMake the dataset with: python "
-                "prepare_reward_data.py --model_path logs/model_checkpoint.pt "
-                f"--output_dir {self.data_dir} --data_path data/shakespeare/input.txt",
-            )
-        with reading(self.data_dir / f"{split}_*", "make the dataset again"):
-            self._read(*paths)
+        start = f"{self.data_dir}/{split}_"
+        metadata_path = Path(f"{start}metadata.txt")
+        require(
+            metadata_path.is_file(),
+            f"Dataset file not found: {metadata_path}\nMake the dataset with: python "
+            "prepare_reward_data.py --model_path logs/model_checkpoint.pt "
+            f"--output_dir {self.data_dir} --data_path data/shakespeare/input.txt",
+        )
+        with reading(f"{start}*", "make the dataset again"):
+            lines = metadata_path.read_text(encoding="utf-8").splitlines()
+            self.metadata = dict(line.split(": ", 1) for line in lines)
+            self.y = np.memmap(f"{start}y.bin", "<f4", "r").reshape(-1, 2)
+            self.num_samples = len(self.y)
+            self.x = np.memmap(f"{start}x.bin", "<u2", "r").reshape(self.num_samples, -1)
+            self.block_size = self.x.shape[1]
+            self._check()
         if expected_tokenization_info is not None:
             self.tokenization.check_compatible(expected_tokenization_info)
 
-    def _read(self, metadata_path: Path, x_path: Path, y_path: Path) -> None:
-        """Open the files; raise an error unless they are one split of a reward dataset."""
-        lines = metadata_path.read_text(encoding="utf-8").splitlines()
-        metadata = dict(line.split(": ", 1) for line in lines)
+    def _check(self) -> None:
+        """Check the metadata, shapes, labels and token ids."""
+        metadata = self.metadata
         version = metadata.get("format_version", FORMAT_VERSION)
         require(version == FORMAT_VERSION, f"format_version {version}, not {FORMAT_VERSION}")
         is_complete = {"tokenization_method", "vocab_size"} <= metadata.keys()
         require(is_complete, "incomplete tokenization information")
-        self.metadata = metadata
+        vocab_size = int(metadata["vocab_size"])
         self.tokenization = TokenizationInfo(
-            metadata["tokenization_method"], int(metadata["vocab_size"]), metadata.get("meta_path")
+            metadata["tokenization_method"], vocab_size, metadata.get("meta_path")
         )
-        self.y = np.memmap(y_path, "<f4", "r").reshape(-1, 2)
-        self.num_samples = len(self.y)
-        self.x = np.memmap(x_path, "<u2", "r").reshape(self.num_samples, -1)
-        self.block_size = self.x.shape[1]
         self.samples_per_chunk = int(metadata.get("samples_per_chunk", 1))
         self.val_tokens = int(metadata.get("val_tokens", 0))
         shape = str(self.x.shape)
@@ -83,8 +84,7 @@ class RewardDataset(Dataset):
         sums_to_1 = np.allclose(self.y.sum(axis=1), 1, rtol=0, atol=LABEL_TOLERANCE)
         require(sums_to_1 and self.y.min() >= 0, "labels do not sum to 1 within [0, 1]")
         largest = self.x.max()
-        rule = f"vocab_size={self.tokenization.vocab_size}"
-        require(largest < self.tokenization.vocab_size, f"token {largest} exceeds {rule}")
+        require(largest < vocab_size, f"token {largest} exceeds vocab_size={vocab_size}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickling a memory map would copy the whole file.
