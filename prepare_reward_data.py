@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from common.device import autocast, random_stream, select_device
 from common.files import atomic_folder, atomic_path, write_text
-from common.log import format_size, print0, progress
+from common.log import format_size, print0
 from common.process import require, run_main
 from common.settings import parse_settings
 from corpus.encode import load_text
@@ -88,7 +89,10 @@ def create_reward_samples(
     sampling = Sampling(temperature, top_k)
     samples_x: list[np.ndarray] = []
     samples_y: list[np.ndarray] = []
-    with progress(count, "Processing blocks") as bar, autocast(torch.device(device)):
+    with (
+        tqdm(total=count, desc="Processing blocks", mininterval=1) as bar,
+        autocast(torch.device(device)),
+    ):
         for batch in np.split(blocks, range(BLOCKS, count, BLOCKS)):
             natural = text_rows(tokens, batch * N, N).to(device)  # (P, N)
             K, uniforms = crossovers_and_uniforms(seed, split, batch, samples_per_chunk, N)
