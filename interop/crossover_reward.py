@@ -155,15 +155,14 @@ class CrossoverReward:
             vocab_size = generator.config.get_text_config().vocab_size
             self.head = TrunkHead(CausalModel(generator.eval(), vocab_size))
         else:
-            vocab_size = common_vocab_size(natural, generator, natural_tokenizer, self.tokenizer)
+            pair = (natural, generator)
+            vocab_size = common_vocab_size(pair, (natural_tokenizer, self.tokenizer))
             require(
                 natural.device == self.device,
                 f"the natural model is on {natural.device}, the generator on {self.device}: "
                 "move one to the other's device",
             )
-            models: list[Any] = [
-                CausalModel(each.eval(), vocab_size) for each in (natural, generator)
-            ]
+            models: list[Any] = [CausalModel(each.eval(), vocab_size) for each in pair]
             with self.device:
                 self.head = TwoModels(*models)
         if weight is not None:
@@ -196,11 +195,10 @@ class CrossoverReward:
 
         It is 0 at the last token too, because K is less than a row's length.
         """
-        evidence = self.evidence(rows)
-        lengths = torch.tensor([len(row) for row in rows], device=self.device)
-        places = torch.arange(evidence.size(1), device=self.device)
-        is_impossible = places >= lengths[:, None] - 1  # (B, T)
-        return natural_probabilities(evidence.masked_fill(is_impossible, -torch.inf))
+        probabilities = []
+        for row, evidence in zip(rows, self.evidence(rows), strict=True):
+            probabilities.append(natural_probabilities(evidence[None, : len(row)])[0])
+        return pad_sequence(probabilities, batch_first=True)
 
     def __call__(self, prompts: Sequence[Any], completion_ids: Rows, **_: Any) -> list[float]:
         """Return E[K] / T of each prompt with its completion."""
@@ -312,28 +310,22 @@ class CrossoverReward:
         self.known_by = samples
 
 
-def common_vocab_size(
-    natural: Any, generator: Any, natural_tokenizer: Any, generator_tokenizer: Any
-) -> int:
-    """Return the number of token ids that both models have.
+def common_vocab_size(models: Sequence[Any], tokenizers: Sequence[Any]) -> int:
+    """Return the number of token ids that a natural model and a generator have.
 
-    Raise UserError if the vocabularies differ. One vocabulary may be padded to two sizes: if both
+    Raise UserError if their vocabularies differ. One vocabulary may be padded to two sizes: if both
     tokenizers are given, they decide.
     """
-    natural_size = natural.config.get_text_config().vocab_size
-    generator_size = generator.config.get_text_config().vocab_size
-    vocab_size = min(natural_size, generator_size)
-    is_same = natural_size == generator_size
-    if natural_tokenizer is not None and generator_tokenizer is not None:
-        natural_ids = ids_below(vocab_size, natural_tokenizer)
-        is_same = natural_ids == ids_below(vocab_size, generator_tokenizer)
+    sizes = [model.config.get_text_config().vocab_size for model in models]
+    vocabularies: list[Any] = sizes
+    if None not in tokenizers:
+        vocabularies = [ids_below(min(sizes), tokenizer) for tokenizer in tokenizers]
     require(
-        is_same,
-        f"the natural model ({natural_size} token ids) differs in vocabulary from the generator "
-        f"({generator_size}): use a model of the same family, or train one on the generator's "
-        "tokens",
+        vocabularies[0] == vocabularies[1],
+        f"the natural model ({sizes[0]} token ids) differs in vocabulary from the generator "
+        f"({sizes[1]}): use a model of the same family, or train one on the generator's tokens",
     )
-    return vocab_size
+    return min(sizes)
 
 
 def ids_below(limit: int, tokenizer: Any) -> dict[str, int]:

@@ -40,7 +40,6 @@ REMOVED_FIELDS = {
     "trunk_layer": None,
     "reads_previous": False,
 }
-EMBEDDINGS = ("transformer.wte.weight", "lm_head.weight")
 Record = Mapping[str, Any]
 
 
@@ -101,8 +100,8 @@ def checked_contents(contents: Record) -> dict[str, Any]:
     weights = dict(contents["model"])
     for name, tensor in weights.items():
         is_float = isinstance(tensor, Tensor) and tensor.is_floating_point()
-        require(is_float, f"{name} is not a tensor of floats")
-        require(bool(tensor.isfinite().all()), f"{name} holds NaN or infinite values")
+        is_finite = is_float and bool(tensor.isfinite().all())
+        require(is_finite, f"{name} is not a tensor of finite floats")
     checked["model"] = weights
     checked["config"] = check_config(contents["config"], weights)
     if checked["generator_config"] is not None:
@@ -123,13 +122,13 @@ def convert_nanogpt(contents: Record) -> dict[str, Any]:
         # Old versions of nanoGPT store the causal mask; torch.compile adds a prefix.
         if not name.endswith(".attn.bias"):
             weights[name.removeprefix("_orig_mod.")] = tensor
-    return {"model": weights, "config": {"position": "learned", **contents["model_args"]}}
+    return {"model": weights, "config": GPTConfig(position="learned", **contents["model_args"])}
 
 
 def check_config(config: Any, weights: Mapping[str, Tensor]) -> GPTConfig:
     """Return a config from a file as a new GPTConfig; raise UserError if it is invalid."""
     # Rebuild the config field by field: a loaded object may carry arbitrary attributes.
-    values = dict(config if isinstance(config, dict) else vars(config))
+    values = dict(vars(config))
     for name, default in REMOVED_FIELDS.items():
         value = values.pop(name, default)
         require(value == default, f"{name}={value!r:.60}: commit 6e0f3b4 reads it last")
@@ -142,9 +141,9 @@ def check_config(config: Any, weights: Mapping[str, Tensor]) -> GPTConfig:
         config.n_layer <= len(weights) and config.min_weights <= num_weights,
         f"it has {num_weights:,} weights, but its config needs {config.min_weights:,} or more",
     )
-    embeddings = [weights[name] for name in EMBEDDINGS if name in weights]
-    if config.tied_embeddings and len(embeddings) == 2 and not torch.equal(*embeddings):
-        warn(f"{' and '.join(EMBEDDINGS)} differ, although the config ties them: both are kept")
+    # The config of GPT-2 or of a fork of nanoGPT can be wrong about this.
+    head = weights.get("lm_head.weight")
+    if head is not None and not torch.equal(head, weights["transformer.wte.weight"]):
         config.tied_embeddings = False
     return config
 
