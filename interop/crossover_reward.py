@@ -168,11 +168,6 @@ class CrossoverReward:
         if weight is not None:
             self.set_weight(weight)
 
-    @property
-    def has_distributions(self) -> bool:
-        """Return whether there is evidence of all tokens at a position, as exact credit needs."""
-        return isinstance(self.head, TwoModels)
-
     def set_weight(self, weight: float) -> None:
         """Set w, the natural model's weight. Near 1 the policy's target is the natural model."""
         if not isinstance(self.head, TwoModels):
@@ -348,8 +343,8 @@ def load_model(name: str, dtype: Any = "auto", gguf_file: str | None = None) -> 
     gguf_file: the name of a GGUF file there; None: safetensors.
     """
     device = import_optional("accelerate").PartialState().device
-    model_class = load_transformers().AutoModelForCausalLM
-    model = loaded(model_class, name, gguf_file, use_safetensors=True, dtype=dtype)
+    options = {"use_safetensors": True, "dtype": dtype}
+    model = loaded("AutoModelForCausalLM", name, gguf_file=gguf_file, **options)
     # Quantized weights are on this process's GPU already, and may not be moved.
     if model.device.type != device.type:
         model = model.to(device)
@@ -358,7 +353,7 @@ def load_model(name: str, dtype: Any = "auto", gguf_file: str | None = None) -> 
 
 def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     """Load the tokenizer of a folder or hub name, with the special tokens that TRL demands."""
-    tokenizer = loaded(load_transformers().AutoTokenizer, name, gguf_file)
+    tokenizer = loaded("AutoTokenizer", name, gguf_file=gguf_file)
     if tokenizer.eos_token is None:
         # An id beyond the model's is never generated; padding is masked.
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
@@ -367,10 +362,11 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     return tokenizer
 
 
-def loaded(kind: Any, name: str, gguf_file: str | None, **options: Any) -> Any:
-    """Return `kind.from_pretrained(name)`; execute nothing. Raise UserError if it fails."""
+def loaded(kind: str, name: str, **options: Any) -> Any:
+    """Load `name` as a class of transformers; execute nothing. Raise UserError if it fails."""
+    auto_class = getattr(load_transformers(), kind)
     with reading(name, "pass a folder or a hub name"):
-        return kind.from_pretrained(name, trust_remote_code=False, gguf_file=gguf_file, **options)
+        return auto_class.from_pretrained(name, trust_remote_code=False, **options)
 
 
 if __name__ == "__main__":

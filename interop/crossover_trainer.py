@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import _ForwardRedirection
 
 from common.process import require
-from interop.crossover_reward import CausalModel, CrossoverReward
+from interop.crossover_reward import CausalModel, CrossoverReward, TwoModels
 from interop.exact_credit import check_logits, exact_terms
 
 # Plain sampling, the only one that the formulas score: allowed values of GRPOConfig's fields.
@@ -66,7 +66,7 @@ class CrossoverTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         require(
-            reward.has_distributions,
+            isinstance(reward.head, TwoModels),
             "the reward has no natural model, and training on a head gave no gain, fitted once or "
             "repeatedly (docs/results.md): pass natural= to the reward",
         )

@@ -5,6 +5,7 @@
 Shapes: n natural blocks of T tokens, m samples.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,7 @@ def complete(
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", T)
     require(positions >= T, f"blocks of {T} tokens: the generator reads at most {positions}")
     ids = natural.clone()
-    kept = model.generation_config
+    model = copy(model)  # shares the weights; only its generation_config is another
     model.generation_config = load_transformers().GenerationConfig(
         do_sample=True, temperature=temperature, top_k=0, top_p=1.0, pad_token_id=0
     )
@@ -79,18 +80,15 @@ def complete(
     for crossover in crossovers.unique():
         rows = (crossovers == crossover).nonzero()[:, 0]
         batches += rows.split(ROWS)
-    try:
-        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            for rows in counted(batches, len(batches), "Crossover samples"):
-                crossover = int(crossovers[rows[0]])
-                prompts = natural[rows, :crossover].to(model.device)
-                written = model.generate(
-                    input_ids=prompts,
-                    attention_mask=torch.ones_like(prompts),
-                    max_new_tokens=T - crossover,
-                )
-                ids[rows] = written.cpu()
-    finally:
-        model.generation_config = kept
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for rows in counted(batches, len(batches), "Crossover samples"):
+            crossover = int(crossovers[rows[0]])
+            prompts = natural[rows, :crossover].to(model.device)
+            written = model.generate(
+                input_ids=prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=T - crossover,
+            )
+            ids[rows] = written.cpu()
     return ids

@@ -38,10 +38,11 @@ from torch.nn import functional as F
 from common.device import autocast
 from common.files import reading
 from common.log import counted
+from common.process import require
 from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig
 from reward.posterior import crossover_loss, natural_probabilities, natural_share
-from training.checkpoint import check_fit, check_mode, load_weights
+from training.checkpoint import check_fit, load_weights
 from training.lineage import check_generator
 
 
@@ -179,7 +180,8 @@ def build_reward_model(
 
     contents: from training.checkpoint.load_checkpoint(path). Raise UserError if it is a generator.
     """
-    check_mode(contents, "reward", path)
+    is_reward_model = contents["config"].mode == "reward"
+    require(is_reward_model, f"{path} holds a generator, not a reward model")
     config = contents["config"]
     model: RewardModel
     with reading(path):

@@ -72,7 +72,7 @@ def test_round_trip(tmp_path, mode, position):
     assert torch.equal(rebuilt(IDX)[0], model(IDX)[0])
     assert os.listdir(path.parent) == ["model.pt"]
     build_other = build_reward_model if mode == "generator" else ckpt.build_model
-    with pytest.raises(UserError, match=f"model.pt holds a {mode} model"):
+    with pytest.raises(UserError, match=f"model.pt holds a {mode}"):
         build_other(loaded, path)
 
 

@@ -153,14 +153,9 @@ def build_model(contents: Record, path: str | Path = "", device: torch.device | 
 
     reward.heads.build_reward_model builds reward models with any head.
     """
-    check_mode(contents, "generator", path)
+    is_generator = contents["config"].mode == "generator"
+    require(is_generator, f"{path} holds a reward model, not a generator")
     return load_weights(GPT(contents["config"]), contents, path, device)
-
-
-def check_mode(contents: Record, mode: str, path: str | Path) -> None:
-    """Raise UserError unless a loaded checkpoint holds a model of this mode."""
-    found = contents["config"].mode
-    require(found == mode, f"{path} holds a {found} model, not a {mode} model")
 
 
 def load_weights(model: Any, contents: Record, path: str | Path, device: torch.device | str) -> Any:
