@@ -258,4 +258,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, memory_option="--samples_per_chunk")
+    run_main(main, memory_remedy="lower --samples_per_chunk")

@@ -108,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, memory_option="--num_samples")
+    run_main(main, memory_remedy="lower --num_samples")

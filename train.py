@@ -25,7 +25,7 @@ from common.device import (
     select_device,
     select_dtype,
 )
-from common.distributed import Ranks, no_sync, parallel, start_ranks
+from common.distributed import Ranks, parallel, start_ranks
 from common.files import is_hub_name
 from common.log import counted, format_metrics, format_size, print0, start_tracker
 from common.process import require, run_main
@@ -184,7 +184,11 @@ def run(settings: TrainSettings) -> dict[str, Any]:
     """Train a model and save the best; return its figures, with `eval_only` its losses alone."""
     ranks = start_ranks(select_device(settings.device))
     dtype = select_dtype(settings.dtype, ranks.device)
-    ranks.check_divides("batch_size", settings.batch_size)
+    require(
+        settings.batch_size % ranks.world_size == 0,
+        f"batch_size={settings.batch_size}: must be a multiple of the number of ranks, "
+        f"{ranks.world_size}",
+    )
     output = Path(settings.out_dir, settings.checkpoint_name)
 
     # data, and the checkpoint to start from or to evaluate, if there is one
@@ -268,7 +272,7 @@ def train(
     run.track(config=model.config, first_batch=first_batch, schedule=schedule)
     run.track(model=model, optimizers=optimizers, scaler=scaler, stopping=stopping, best=best)
     schedule.check_num_steps("max_iters", settings.max_iters)
-    print0(f"Using device: {ranks.where} ({str(dtype).removeprefix('torch.')})")
+    print0(f"Using device: {ranks.device} ({str(dtype).removeprefix('torch.')})")
     print0(f"Data: {corpus.describe()}")
     print0(f"Model: {format_size(model.num_parameters())}; {tokens_per_step:,} tokens a step")
 
@@ -294,7 +298,7 @@ def train(
     if not run.is_resumed:
         evaluate(0)
     computed_model: Any = torch.compile(model) if settings.compile else model
-    trained_model = parallel(computed_model, ranks)
+    trained_model: Any = parallel(computed_model, ranks)
     for step in run.steps(settings.max_iters, stopping.reason):
         start_time = time.perf_counter()
         optimizers.set_learning_rate_factor(schedule.factor(step))
@@ -305,11 +309,13 @@ def train(
             # All ranks draw the same batch, and each reads its rows: x and y are (B / ranks, T).
             rows = ranks.share(settings.batch_size)
             x, y = get_batch(corpus.train, block_size, settings.batch_size, rng, ranks.device, rows)
-            with no_sync(trained_model, last=micro_step == settings.gradient_accumulation_steps):
-                with autocast(ranks.device, dtype):
-                    _, loss = trained_model(x, y)
-                loss = loss / settings.gradient_accumulation_steps
-                scaler.scale(loss).backward()
+            # DDP averages gradients only in the last micro-step.
+            is_last = micro_step == settings.gradient_accumulation_steps
+            trained_model.require_backward_grad_sync = is_last
+            with autocast(ranks.device, dtype):
+                _, loss = trained_model(x, y)
+            loss = loss / settings.gradient_accumulation_steps
+            scaler.scale(loss).backward()
             loss_sum += loss.detach()
         norm = optim.take_step(model, optimizers, settings.grad_clip, scaler)
         tokens_per_second = round(tokens_per_step / (time.perf_counter() - start_time))
@@ -450,4 +456,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, RESUME_HINT, several_ranks=True, memory_option="--batch_size")
+    run_main(main, RESUME_HINT, several_ranks=True, memory_remedy="lower --batch_size")

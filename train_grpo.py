@@ -335,4 +335,4 @@ def evaluation_command(settings: GRPOSettings) -> str:
 
 
 if __name__ == "__main__":
-    run_main(main, RESUME_HINT, memory_option="--prompts_per_step")
+    run_main(main, RESUME_HINT, memory_remedy="lower --prompts_per_step")

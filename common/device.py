@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from common.process import UserError, first_line, require
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def select_device(name: str) -> torch.device:
     """Return the device of a name, or for 'auto' the first of cuda, mps and cpu that is available.
@@ -48,11 +46,12 @@ def select_device(name: str) -> torch.device:
 
 
 def select_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return one of DTYPES; for 'auto' bfloat16 if a CUDA device supports it in hardware, else
-    float32.
+    """Return torch's dtype of a name; for 'auto' bfloat16 if a CUDA device supports it in hardware,
+    else float32.
     """
     if name != "auto":
-        return DTYPES[name]
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return torch.float32
@@ -66,9 +65,9 @@ def check_compiler(device: torch.device) -> None:
         torch.compile(lambda x: x.exp())(torch.zeros(1, device=device))
     except Exception as error:  # any error of the compiler or of the packages that call it
         reason = " ".join(str(error).partition("\n\n")[0].split())
+        problem = f"torch.compile fails here ({reason:.200})"
         remedy = "install g++ (for CUDA also gcc), or leave out --compile"
-        message = f"compile=True: torch.compile fails here ({reason:.200}); {remedy}"
-        raise UserError(f"ERROR: {message}") from None
+        raise UserError(f"ERROR: compile=True: {problem}; {remedy}") from None
 
 
 def free_memory(device: torch.device) -> int:

@@ -2,11 +2,10 @@
 
     python -m torch.distributed.run --nproc_per_node=2 train.py --config config/train_shakespeare.py
 
-Without torchrun the process is rank 0 of 1. Rank 0 saves. Objects are sent over the CPU (gloo), so
-that they take no GPU memory. After an error on one rank, torchrun stops all of them.
+Without torchrun the process is rank 0 of 1. Rank 0 saves. Numbers and objects are sent over the CPU
+(gloo), so that they take no GPU memory. After an error on one rank, torchrun stops all of them.
 """
 
-import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.device import select_device
-from common.process import UserError, require
+from common.process import UserError
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -32,30 +31,23 @@ class Ranks:
     world_size: int = 1
     device: torch.device = CPU
 
-    @property
-    def where(self) -> str:
-        """Return the device, and the number of ranks if there are several, as text."""
-        if self.world_size == 1:
-            return str(self.device)
-        return f"{self.device} on {self.world_size} ranks"
+    def collect(self, value: T) -> list[T]:
+        """Return the values of all ranks, in the order of the ranks."""
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            torch.distributed.all_gather_object(values, value)
+        return values
 
     def run_on_rank0(self, work: Callable[[], T]) -> T:
         """Call `work` on rank 0, and return its result on all ranks."""
-        if self.world_size == 1:
-            return work()
-        result: list[Any] = [None]
+        result: Any = None
         if self.rank == 0:
-            result = [work()]
-        torch.distributed.broadcast_object_list(result, src=0, device=CPU)
-        return result[0]
+            result = work()
+        return self.collect(result)[0]
 
-    def collect(self, value: T) -> list[T]:
-        """Return the values of all ranks, in the order of the ranks."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(values, value)
-        return values
+    def sum(self, value: float) -> float:
+        """Return a value summed over the ranks."""
+        return sum(self.collect(value))
 
     def share(self, count: int) -> slice:
         """Return this rank's part of `count` rows: contiguous, and of equal size if the number of
@@ -64,20 +56,6 @@ class Ranks:
         start = self.rank * count // self.world_size
         end = (self.rank + 1) * count // self.world_size
         return slice(start, end)
-
-    def sum(self, value: float) -> float:
-        """Return a value summed over the ranks, in float64."""
-        if self.world_size == 1:
-            return value
-        # The device is the CPU or CUDA: start_ranks refuses Apple's devices, which lack float64.
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        torch.distributed.all_reduce(total)
-        return total.item()
-
-    def check_divides(self, name: str, count: int) -> None:
-        """Raise UserError unless every rank can have an equal part of a setting's count."""
-        rule = f"must be a multiple of the number of ranks, {self.world_size}"
-        require(count % self.world_size == 0, f"{name}={count}: {rule}")
 
 
 ONE_RANK = Ranks()
@@ -114,10 +92,3 @@ def parallel(model: nn.Module, ranks: Ranks) -> nn.Module:
     if ranks.world_size == 1:
         return model
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-
-def no_sync(model: nn.Module, last: bool) -> contextlib.AbstractContextManager:
-    """Skip gradient synchronisation of a `parallel` model except on the last micro-batch."""
-    if last or not isinstance(model, DistributedDataParallel):
-        return contextlib.nullcontext()
-    return model.no_sync()

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,56 +48,50 @@ def run_main(
     main: Callable[[], None],
     resume_hint: str = "Run the same command again.",
     several_ranks: bool = False,
-    memory_option: str | None = None,
+    memory_remedy: str = "use a smaller model or dataset",
 ) -> None:
     """Run the main() of a script; turn errors that a user can cause into one line and an exit
     status.
 
-    `resume_hint` is printed after the message of an interruption. Unless `several_ranks`, refuse
-    to run in several processes of torchrun. memory_option: the option to lower if memory runs out.
+    resume_hint: printed after the message of an interruption. memory_remedy: printed if memory runs
+    out. Unless `several_ranks`, refuse to run in several processes of torchrun.
     """
-    num_processes = int(os.environ.get("WORLD_SIZE", 1))
-    if num_processes > 1 and not several_ranks:
-        script = Path(sys.argv[0]).name
-        message = f"ERROR: {script} runs in one process, but {num_processes} were started"
-        remedy = f"start `python {script}` without torchrun"
-        _exit(f"{message}: {remedy}", EXIT_BAD_INPUT, all_ranks=False)
     signal.signal(signal.SIGTERM, interrupt)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # print ? for a character that it cannot encode
+    status = EXIT_BAD_INPUT
+    message = ""
     try:
+        require(
+            several_ranks or os.environ.get("WORLD_SIZE", "1") == "1",
+            "only train.py runs under torchrun: start this script with python",
+        )
         with until_main_ends:
             main()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-            if not is_main_rank():
-                # Threads of gloo can abort a process in the interpreter's last moments.
-                sys.stdout.flush()
-                os._exit(0)
+        status = 0
     except UserError as error:
-        _exit(str(error), EXIT_BAD_INPUT)
+        message = str(error)
     except KeyboardInterrupt:
-        _exit(f"Interrupted. {resume_hint}", 128 + signal.SIGINT, all_ranks=False)
+        status = 128 + signal.SIGINT
+        if is_main_rank():
+            message = f"Interrupted. {resume_hint}"
     except (RuntimeError, MemoryError) as error:
         if not lacks_memory(error):
             raise
-        remedy = "use a smaller model or dataset"
-        if memory_option is not None:
-            remedy = f"lower {memory_option}, or {remedy}"
-        _exit(f"ERROR: out of memory ({first_line(error)}): {remedy}", EXIT_BAD_INPUT)
+        message = f"ERROR: out of memory ({first_line(error)}): {memory_remedy}"
     except OSError as error:
-        _exit(f"ERROR: {first_line(error)}", EXIT_BAD_INPUT)
-
-
-def _exit(message: str, status: int, all_ranks: bool = True) -> None:
-    """Print a message on stderr, on all ranks or on rank 0, and end the process."""
-    if all_ranks or is_main_rank():
+        message = f"ERROR: {first_line(error)}"
+    if message:
         print(message, file=sys.stderr, flush=True)
     if torch.distributed.is_initialized():
-        # The usual exit would wait for ranks that have already ended.
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
+        if status == 0:
+            torch.distributed.destroy_process_group()
+        if status or not is_main_rank():
+            # The usual exit waits for ranks that have ended, and threads of gloo can abort it.
+            sys.stdout.flush()
+            os._exit(status)
+    if status:
+        sys.exit(status)
 
 
 def run_child(name: str, command: list[str]) -> None:
