@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from helpers import call, make_mixed_text, refuse_in_one_line, succeed
+from helpers import call, make_mixed_text, refuse, refuse_in_one_line, succeed
 
 pytestmark = pytest.mark.interop
 
@@ -39,7 +39,7 @@ def test_the_beginning_of_generated_text_is_found(
     torch.save(fitted, "fitted.pt")
     assert "fitted.pt is not shown to predict" in call("interop.read_text", **options).err
     del options["reward_path"]
-    assert "natural_text is required" in refuse_in_one_line("interop.read_text", **options)
+    assert "natural_text is required" in refuse("interop.read_text", **options)
     short = {**options, "natural_text": "short.txt"}
     for text, said in (("a" * 9, "has 9 tokens, but 256 are"), ("\u0416", "cannot read the text")):
         (tmp_path / "short.txt").write_text(text)
