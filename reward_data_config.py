@@ -78,7 +78,7 @@ class RewardDataConfig(Settings):
             errors.check(value != "", f"{name} is required in {mode} mode", f"Specify --{name}")
             path = text_file(value)
             errors.check(
-                value == "" or path.is_file(),
+                value == "" or path.is_file() or value in errors.planned,
                 f"{title} file not found: {path}",
                 "Make the corpus with data/shakespeare/prepare.py or prepare_text.py",
             )

@@ -2,7 +2,7 @@
 
     python run_cycles.py --text my_novel.txt --natural_text other_novels/
 
-Each stage runs a script in a process of its own and makes a file or folder in out_dir:
+Each stage runs a script in this process and makes a file or folder in out_dir:
 base_model_v1.pt and natural_model_v1.pt; in cycle n reward_data_vn, reward_model_vn.pt,
 base_model_v(n+1).pt and evaluation_v(n+1).json. The controls, if the settings file
 has their sections, are control_plain_v(n+1).pt, control_sampled_v(n+1).pt and
@@ -11,21 +11,25 @@ results; report.html is the report, written after each stage. A stage is done if
 and the ledger has the same script, settings and hashes of inputs: repeat the command to continue.
 """
 
-import shutil
+import gc
+import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.device import random_stream, select_device
-from common.files import atomic_path, dataset_folder, lock_output
+import torch
+
+from common.device import select_device
+from common.files import dataset_folder, lock_output
 from common.log import print0
-from common.process import UserError, first_line, require, run_child, run_main, warn
+from common.process import UserError, first_line, require, run_main, warn
 from common.settings import (
     Errors,
     Settings,
+    differing_settings,
     option_names,
     parse_sections,
     read_config,
@@ -33,22 +37,20 @@ from common.settings import (
 )
 from corpus.encode import Text, find_texts, prepare_corpus, titles_of
 from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
+from cycles.ledger import Ledger, Record
+from cycles.plan import Stage, make_plan
 from evaluate import EvaluateSettings
 from grpo.settings import GRPOSettings
 from metrics.reward_skill import better_than_constant
-from reports.ledger import Ledger, default_folder
 from reports.page import write_page
-from reports.results import Results, cycles_since_best
+from reports.results import Results
 from reports.summary import expectation, headline
-from reward.user_function import RewardFunction
+from reward.user_function import RewardFunction, execute_file
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager
 from train import FurtherTrainSettings, TrainSettings
 from train_reward_model import RewardModelSettings
 from training.checkpoint import load_checkpoint
-from training.stage import OUTPUTS, Stage
-
-NUM_SAMPLES = 300  # of each model, for the quality of its text, unless the section evaluate sets it
 
 
 @dataclass
@@ -104,295 +106,127 @@ SECTIONS: dict[str, type[Settings]] = {
     "control_sampled": GRPOSettings,
     "control_distil": GRPOSettings,
 }
-# The scripts of the sections that are not named after one.
-SCRIPTS = {
-    "natural_model": "train",
-    "control_plain": "train",
-    "control_sampled": "train_grpo",
-    "control_distil": "train_grpo",
-}
 
 
-class Loop:
-    """The stages of a run.
+# --------------------------------------------------------------------------------------------------
+# stages
 
-    `sections` maps the name of each section to its settings; `used` names the sections in the
-    settings file and on the command line. A control is trained if its section is used.
+
+def run_stages(plan: Sequence[Stage], ledger: Ledger, settings: CycleSettings) -> None:
+    """Make what is missing, in order.
+
+    End early by `perplexity_patience`. If train_grpo.py would refuse the reward model of a cycle,
+    the policy is a copy of the generator, and the run ends with its evaluation.
     """
-
-    def __init__(
-        self, settings: CycleSettings, sections: Mapping[str, Any], used: Collection[str]
-    ) -> None:
-        self.settings = settings
-        self.sections = sections
-        self.controls = used if settings.controls else ()
-        self.folder = str(settings.out_dir)
-        self.corpus = str(dataset_folder(settings.dataset))
-        self.natural_corpus = str(dataset_folder(settings.natural_dataset or settings.dataset))
-        reward_settings = sections["train_reward_model"]
-        self.is_likelihood = reward_settings.head == "likelihood"
-        self.natural_model = settings.natural_model or reward_settings.natural_model_path
-        self.trains_natural_model = self.is_likelihood and not self.natural_model
-        if self.trains_natural_model:
-            self.natural_model = f"{self.folder}/natural_model_v1.pt"
-
-    def stages(self) -> list[Stage]:
-        """Return the stages of all cycles, in the order in which they run."""
-        start = self.sections["train"].init_from
-        stages = [self.train("base", "train", 0, "base_model_v1.pt", self.corpus, start)]
-        if self.trains_natural_model:
-            start = "scratch"
-            if self.natural_corpus == self.corpus:  # continue from the generator
-                start = f"{self.folder}/base_model_v1.pt"
-            stages.append(
-                self.train(
-                    "natural_model",
-                    "natural_model",
-                    0,
-                    "natural_model_v1.pt",
-                    self.natural_corpus,
-                    start,
-                )
-            )
-        for cycle in range(1, self.settings.num_cycles + 1):
-            stages += self.stages_of_cycle(cycle)
-        return stages
-
-    def stages_of_cycle(self, cycle: int) -> list[Stage]:
-        """Return reward data, reward model, policy, evaluation, and controls, in order."""
-        folder = self.folder
-        generator = f"{folder}/base_model_v{cycle}.pt"
-        reward_data = f"{folder}/reward_data_v{cycle}"
-        reward_model = f"{folder}/reward_model_v{cycle}.pt"
-        policy = f"{folder}/base_model_v{cycle + 1}.pt"
-        grpo_inputs = {
-            "base_model_path": generator,
-            "reward_model_path": reward_model,
-            "dataset": self.corpus,
-        }
-        models = [f"{folder}/base_model_v1.pt", generator, policy]
-        controls = self.stages_of_controls(cycle, grpo_inputs)
-        # The natural model is compared last, so that the policy's figures are there earlier.
-        compared = [str(control.artefact) for control in controls]
-        if self.natural_model:
-            compared.append(self.natural_model)
-        if controls:
-            controls.append(self.evaluate("controls", cycle, compared))
-        else:
-            models += compared
-        return [
-            self.stage(
-                "reward_data",
-                "prepare_reward_data",
-                cycle,
-                model_path=generator,
-                input_mode="binary",
-                train_bin=f"{self.corpus}/train.bin",
-                val_bin=f"{self.corpus}/val.bin",
-                output_dir=reward_data,
-            ),
-            self.stage(
-                "reward_model",
-                "train_reward_model",
-                cycle,
-                base_model_path=generator,
-                natural_model_path=self.natural_model,
-                data_dir=reward_data,
-                output_path=reward_model,
-            ),
-            self.stage("policy", "train_grpo", cycle, output_path=policy, **grpo_inputs),
-            self.evaluate("evaluation", cycle, models),
-            *controls,
-        ]
-
-    def stages_of_controls(self, cycle: int, grpo_inputs: Mapping[str, str]) -> list[Stage]:
-        """Return the stages that train what the policy of a cycle is compared with."""
-        controls = []
-        if "control_plain" in self.controls:
-            start = grpo_inputs["base_model_path"]
-            if cycle > 1:
-                start = f"{self.folder}/control_plain_v{cycle}.pt"
-            name = f"control_plain_v{cycle + 1}.pt"
-            controls.append(
-                self.train("control_plain", "control_plain", cycle, name, self.corpus, start)
-            )
-        task = self.sections["train_grpo"]
-        sampled = {
-            "credit": "token",
-            "reward_function": task.reward_function,  # the control learns the same task
-            "function_weight": task.function_weight,
-        }
-        for kind, options in (("control_sampled", sampled), ("control_distil", {})):
-            if kind not in self.controls or not self.is_likelihood:
-                continue
-            control = self.stage(
-                kind,
-                kind,
-                cycle,
-                allow_unpredictive_reward=True,  # as the policy has passed
-                output_path=f"{self.folder}/{kind}_v{cycle + 1}.pt",
-                **options,
-                **grpo_inputs,
-            )
-            controls.append(control)
-        return controls
-
-    def train(
-        self, kind: str, section: str, cycle: int, name: str, corpus: str, start: str
-    ) -> Stage:
-        """Return a stage of train.py that starts from `start`, unless the user sets init_from."""
-        settings = self.sections[section]
-        start = settings.init_from or start
-        options = {}
-        if kind == "control_plain" and start == "scratch":  # the steps of all cycles so far
-            options["max_iters"] = cycle * settings.max_iters
-        return self.stage(
-            kind,
-            section,
-            cycle,
-            dataset=corpus,
-            init_from=start,
-            out_dir=self.folder,
-            checkpoint_name=name,
-            **options,
-        )
-
-    def evaluate(self, kind: str, cycle: int, models: list[str]) -> Stage:
-        """Return a stage of evaluate.py: calibrated losses, and the quality of fresh text."""
-        task = self.sections["train_grpo"]
-        part = {"part": "report"}
-        if Path(self.corpus, "test.bin").is_file():
-            part = {"split": "test"}
-        return self.stage(
-            kind,
-            "evaluate",
-            cycle,
-            dataset=self.corpus,
-            checkpoints=tuple(dict.fromkeys(models)),
-            baseline=f"{self.folder}/base_model_v{cycle}.pt",
-            reward_model_path=f"{self.folder}/reward_model_v{cycle}.pt",
-            reward_function=task.reward_function,
-            function_weight=task.function_weight,
-            word_dataset=self.natural_corpus,
-            samples=self.sections["evaluate"].samples or NUM_SAMPLES,
-            calibrate=True,
-            output_path=f"{self.folder}/{kind}_v{cycle + 1}.json",
-            **part,
-        )
-
-    def stage(self, kind: str, section: str, cycle: int, **options: Any) -> Stage:
-        """Return a stage with the settings of a section, changed by options."""
-        script = SCRIPTS.get(section, section)
-        settings = self.sections[section]
-        # With the seed of cycle 1, a later cycle would draw the same random numbers again.
-        if cycle > 1 and hasattr(settings, "seed"):
-            draw = random_stream(settings.seed, "cycle", cycle)
-            options["seed"] = int(draw.integers(2**31))
-        outputs = [options[name] for name in OUTPUTS if name in options]
-        artefact = Path(*outputs)
-        return Stage(kind, cycle, artefact, section, script, replace(settings, **options))
-
-    def stages_to_make(self, ledger: Ledger) -> Iterator[Stage]:
-        """Yield the stages in order; end early at an unpredictive reward model, or by
-        `perplexity_patience`.
-
-        The ledger must have the figures of all stages that were yielded before.
-        """
-        patience = self.settings.perplexity_patience or self.settings.num_cycles
-        is_predictive = True
-        for stage in self.stages():
-            if stage.kind == "reward_data" and cycles_since_best(ledger, stage.cycle) >= patience:
-                return
-            if stage.kind == "policy":
-                is_predictive = self.is_predictive(ledger, stage.cycle)
-                if not is_predictive:
-                    generator = stage.settings.base_model_path
-                    stage = Stage("policy", stage.cycle, stage.artefact, source=generator)
-            if stage.kind == "evaluation" and not is_predictive:
-                models = list(stage.settings.checkpoints)
-                if self.natural_model:  # no controls follow, with which it would be measured
-                    models.append(self.natural_model)
-                yield self.evaluate("evaluation", stage.cycle, models)
-                return
-            yield stage
-
-    def is_predictive(self, ledger: Ledger, cycle: int) -> bool:
-        """Return whether train_grpo.py accepts the cycle's reward model."""
-        if self.sections["train_grpo"].allow_unpredictive_reward:
-            return True
-        skill = ledger.figures(f"reward_model_v{cycle}")["skill"]
-        return better_than_constant(skill["r2_low"])
+    is_refused = False
+    reached = []
+    for stage in plan:
+        if stage.kind == "reward_data":
+            if has_converged(ledger, stage.cycle, settings.perplexity_patience):
+                break
+            if expectation(Results(ledger)):
+                warn(expectation(Results(ledger)))
+        if stage.kind == "policy" and not stage.settings.allow_unpredictive_reward:
+            skill = ledger.figures(f"reward_model_v{stage.cycle}")["skill"]
+            is_refused = not better_than_constant(skill["r2_low"])
+            if is_refused:
+                stage = replace(stage, script=None)
+        reached.append(stage.name)
+        try:
+            make(stage, ledger, settings.device)
+        except Exception:
+            warn(f"{stage.name} failed: fix the cause and run the same command again")
+            ledger.outcome = f"failed in {stage.name}"
+            ledger.write()
+            write_page(ledger)
+            raise
+        if stage.kind == "evaluation" and is_refused:
+            break
+    ledger.about["planned"] = reached
+    ledger.outcome = "finished"
+    ledger.write()
 
 
-def check_stages(loop: Loop, given: Collection[str]) -> None:
+def make(stage: Stage, ledger: Ledger, device: str) -> None:
+    """Make the artefact of a stage, record it and write the page, unless that is done."""
+    identity = stage.identity()
+    record = ledger.records.get(stage.name)
+    difference = ""
+    if record is not None:
+        difference = differing_settings(compared(record), compared(identity))
+        if "figures" in record and not difference and stage.artefact.exists():
+            return
+    planned = ledger.about["planned"]
+    number = planned.index(stage.name) + 1
+    print0(f"\n##### {number} of {len(planned)}, {stage.name}: {stage.section}")
+    state = stage.artefact.with_suffix(".resume")
+    if difference:
+        print0(f"{stage.name} is made again: {difference}")
+        state.unlink(missing_ok=True)
+    changes: dict[str, Any] = {"device": device}
+    if state.is_file():
+        changes["init_from"] = "resume"
+    elif record is not None and hasattr(stage.settings, "overwrite"):
+        changes["overwrite"] = True
+    new_record = {"name": stage.name, "kind": stage.kind, "cycle": stage.cycle, **identity}
+    ledger.record(new_record)
+    began = time.monotonic()
+    figures = stage.run(**changes)
+    seconds = round(time.monotonic() - began, 1)
+    ledger.record({**new_record, "seconds": seconds, "figures": figures})
+    print0(f"{stage.name}: {seconds:.0f} s")
+    # The next stage finds what a new process would: free memory, reward functions not executed.
+    execute_file.cache_clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    write_page(ledger)
+
+
+def compared(record: Record) -> dict[str, Any]:
+    """Return what determines the artefact of a record, or of Stage.identity, in one dict."""
+    return {"script": record["script"], **record["settings"], **record["inputs"]}
+
+
+def has_converged(ledger: Ledger, cycle: int, patience: int | None) -> bool:
+    """Return whether the last `patience` policies before a cycle did not lower the loss on the
+    select part.
+    """
+    policies = ledger.finished("policy")[: cycle - 1]
+    if patience is None or len(policies) < patience:
+        return False
+    losses = [policies[0]["figures"]["start_select_loss"]]
+    losses += [policy["figures"]["select_loss"] for policy in policies]
+    return min(losses[:-patience]) <= min(losses[-patience:])
+
+
+# --------------------------------------------------------------------------------------------------
+# corpora and settings
+
+
+def check_plan(plan: Sequence[Stage], sections: Mapping[str, Any], given: Collection[str]) -> None:
     """Raise a UserError that lists the errors in the settings of all stages, before the run.
 
     given: the options on the command line, as SECTION.OPTION.
     """
     errors = Errors()
-    stages = loop.stages()
-    for function in loop.sections["train_grpo"].reward_function or ():
+    for function in sections["train_grpo"].reward_function or ():
         try:
             RewardFunction(function)  # executes the file, as GRPO will after the other stages
         except UserError as error:
             errors.check(False, f"train_grpo: {first_line(error)}")
-    # Files that are yet to be made: it is not an error that they do not exist.
-    paths = [loop.corpus, *[str(stage.artefact) for stage in stages]]
-    for stage in stages:
-        for message in stage.settings.errors().messages:
-            names_input = "not found" in message or "init_from=" in message
-            is_made_later = names_input and any(path in message for path in paths)
-            errors.check(is_made_later, f"{stage.section}: {message}")
-        for member in fields(stage.settings):
-            name = f"{stage.section}.{member.name}"
-            value = getattr(loop.sections[stage.section], member.name)
-            is_kept = getattr(stage.settings, member.name) == value or stage.cycle > 1
-            errors.check(
-                is_kept or name not in given, f"--{name}: this run sets it itself", "Leave it out"
-            )
+    corpus = dataset_folder(sections["run_cycles"].dataset)
+    planned = {f"{corpus}/train.bin", f"{corpus}/val.bin"}
+    planned.update(str(stage.artefact) for stage in plan)
+    for stage in plan:
+        for message in stage.settings.errors(planned).messages:
+            errors.check(False, f"{stage.section}: {message}")
+    for name in given:
+        section, _, option = name.partition(".")
+        for stage in plan:
+            if stage.section == section and stage.cycle <= 1:
+                is_kept = getattr(stage.settings, option) == getattr(sections[section], option)
+                errors.check(is_kept, f"--{name}: this run sets it itself", "Leave it out")
     errors.raise_if_any()
-
-
-def make(stage: Stage, ledger: Ledger, device: str) -> bool:
-    """Make the artefact of a stage and record it, unless that is done; return whether it was
-    made.
-    """
-    name = stage.name
-    identity = stage.identity()
-    record = ledger.records.get(name, {})
-    difference = ledger.difference(name, identity)
-    if "seconds" in record and not difference and stage.artefact.exists():
-        return False
-    planned = ledger.about["planned"]
-    print0(
-        f"\n##### {planned.index(name) + 1} of {len(planned)}, {name}: {stage.script or 'copy'}.py"
-    )
-    state = stage.artefact.with_suffix(".resume")
-    if difference:
-        print0(f"{name} is made again: {difference}")
-        state.unlink(missing_ok=True)
-    changes: dict[str, Any] = {"device": device}
-    if state.is_file():
-        changes["init_from"] = "resume"
-    elif record and hasattr(stage.settings, "overwrite"):
-        changes["overwrite"] = True
-    new_record = {"name": name, "kind": stage.kind, "cycle": stage.cycle, **identity}
-    ledger.record(new_record)
-    began = time.monotonic()
-    if stage.script:
-        run_child(name, stage.command(**changes))
-    else:
-        with atomic_path(stage.artefact) as partial:
-            shutil.copyfile(stage.source, partial)
-        stage.artefact.with_suffix(".sampling.json").unlink(missing_ok=True)  # of earlier weights
-    seconds = time.monotonic() - began
-    ledger.record({**new_record, "seconds": round(seconds, 1), "figures": stage.figures()})
-    print0(f"{name}: {seconds:.0f} s")
-    return True
-
-
-# --------------------------------------------------------------------------------------------------
-# corpora and settings
 
 
 def make_own_corpora(
@@ -421,77 +255,71 @@ def make_own_corpora(
     return sizes_for(num_tokens, vocab_size, has_other_text, longest)
 
 
+def default_folder(sources: Sequence[str]) -> str:
+    """Return out/ and the name of the first source; raise UserError if it holds a run of other
+    sources.
+    """
+    folder = Path("out", Path(sources[0]).stem)
+    earlier = Ledger(folder).about.get("sources", sources)
+    require(
+        list(map(os.path.abspath, earlier)) == list(map(os.path.abspath, sources)),
+        f"{folder} holds a run of {', '.join(earlier)}, and this one is of "
+        f"{', '.join(sources)}: choose another folder with --out_dir",
+    )
+    return str(folder)
+
+
 def main() -> None:
     # settings
     argv = sys.argv[1:]
     given = option_names(argv)
     config = parse_sections(SECTIONS, "run_cycles", argv, {})["config"]
-    contents = read_config(config)
+    chooses_sizes = "text" in given and config is None
+    contents = read_config(OWN_TEXT if chooses_sizes else config)
     sections = parse_sections(SECTIONS, "run_cycles", argv, contents)
     settings = sections["run_cycles"]
     settings.errors().raise_if_any()
     select_device(settings.device)  # raises an error before the first stage
-    chooses_sizes = bool(settings.text) and config is None
     sources = settings.text or [config or "cycles"]
     settings.out_dir = settings.out_dir or default_folder(sources)
-    if chooses_sizes:
-        contents = read_config(OWN_TEXT)
-        sections = parse_sections(SECTIONS, "run_cycles", argv, contents)
     used = {*contents, *[name.partition(".")[0] for name in given]}
-    loop = Loop(settings, sections, used)
-    check_stages(loop, given)
+    check_plan(make_plan(sections, used), sections, given)
 
     # corpora
-    ledger_path = Path(loop.folder, "cycles.json")
+    ledger_path = Path(settings.out_dir, "cycles.json")
     # Texts are found before the lock: a wrong path leaves nothing behind.
     own = find_texts(settings.text)
     natural = find_texts(settings.natural_text)
     if settings.text:
         lock_output(ledger_path)
         sizes = make_own_corpora(settings, own, natural)
-        if chooses_sizes:
-            for section, values in sizes.items():
-                words = [f"--{name}={value}" for name, value in values.items()]
-                print0(f"Sizes for this text, unless --{section}.OPTION is set: {' '.join(words)}")
-                contents[section].update(values)
-            sections = parse_sections(SECTIONS, "run_cycles", argv, contents)
-        loop = Loop(settings, sections, used)
-    prepare_corpus(loop.natural_corpus)  # first, as the other one may use its tokenizer
-    prepare_corpus(loop.corpus)
+        for section, values in sizes.items() if chooses_sizes else ():
+            words = [f"--{name}={value}" for name, value in values.items()]
+            print0(f"Sizes for this text, unless --{section}.OPTION is set: {' '.join(words)}")
+            for name, value in values.items():
+                if f"{section}.{name}" not in given:
+                    setattr(sections[section], name, value)
+    corpus = str(dataset_folder(settings.dataset))
+    natural_corpus = str(dataset_folder(settings.natural_dataset or settings.dataset))
+    prepare_corpus(natural_corpus)  # first, as the other one may use its tokenizer
+    prepare_corpus(corpus)
     lock_output(ledger_path)
 
     # stages
-    ledger = Ledger(Path(loop.folder))
-    titles = {
-        "dataset": titles_of(own, loop.corpus),
-        "natural_dataset": titles_of(natural, loop.natural_corpus),
+    plan = make_plan(sections, used)
+    ledger = Ledger(Path(settings.out_dir))
+    ledger.outcome = "unfinished"
+    ledger.about = {
+        "settings": asdict(settings),
+        "sources": sources,
+        "titles": {
+            "dataset": titles_of(own, corpus),
+            "natural_dataset": titles_of(natural, natural_corpus),
+        },
+        "planned": [stage.name for stage in plan],
     }
-    ledger.start(
-        {
-            "settings": asdict(settings),
-            "sources": sources,
-            "titles": titles,
-            "planned": [stage.name for stage in loop.stages()],
-        }
-    )
-    reached = []
-    is_changed = False
-    try:
-        for stage in loop.stages_to_make(ledger):
-            reached.append(stage.name)
-            if stage.kind == "reward_data" and expectation(Results(ledger)):
-                warn(expectation(Results(ledger)))
-            if make(stage, ledger, settings.device):
-                is_changed = True
-                write_page(ledger)
-    except UserError:
-        ledger.fail(reached[-1])
-        write_page(ledger)
-        raise
-    ledger.finish(reached)
+    run_stages(plan, ledger, settings)
     page = write_page(ledger)
-    if not is_changed:
-        print0("Nothing to do: this run is already finished. Start another with --out_dir OTHER.")
     print0("\n".join(["", *headline(Results(ledger)), f"Ledger: {ledger.path}", f"Page: {page}"]))
 
 

@@ -149,7 +149,7 @@ class TrainSettings(Settings):
         """Check starts, names, shapes and schedules."""
         start = self.start_path
         errors.check(
-            start is None or Path(start).exists() or is_hub_name(start),
+            start is None or errors.exists(start) or is_hub_name(start),
             f"init_from={start}: must be scratch, resume, or a model's path or name",
             "Check the path",
         )
@@ -177,7 +177,7 @@ class FurtherTrainSettings(TrainSettings):
     An explicit init_from takes precedence.
     """
 
-    init_from: str = ""
+    init_from: str = setting("", changeable=True)
 
 
 def run(settings: TrainSettings) -> dict[str, Any]:

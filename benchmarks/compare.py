@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from common.process import require, run_child
+from common.process import require
 
 
 def compare(
@@ -56,7 +56,9 @@ def as_words(options: Mapping[str, Any]) -> list[str]:
 
 def run_module(name: str, *arguments: str, **options: Any) -> None:
     """Run `python -m name` and show what it prints. Raise UserError if it fails."""
-    run_child(name, [sys.executable, "-m", name, *arguments, *as_words(options)])
+    command = [sys.executable, "-m", name, *arguments, *as_words(options)]
+    status = subprocess.run(command).returncode
+    require(status == 0, f"{name} ended with status {status}: fix the cause")
 
 
 def time_python(arguments: Sequence[str], folder: str | Path = ".") -> float:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.files import write_json
 from common.process import run_main
 from common.settings import Errors, Settings, parse_settings, setting
-from reports.ledger import Ledger
+from cycles.ledger import Ledger
 from reports.results import measured
 
 ROOT = Path(__file__).resolve().parents[1]

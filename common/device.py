@@ -59,8 +59,9 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def check_compiler(device: torch.device) -> None:
     """Raise UserError unless torch.compile works on a device; it needs a C++ compiler, and on CUDA
-    a C compiler.
+    a C compiler. Forget what was compiled before: torch compiles a function only a few times.
     """
+    torch.compiler.reset()
     try:
         torch.compile(lambda x: x.exp())(torch.zeros(1, device=device))
     except Exception as error:  # any error of the compiler or of the packages that call it

@@ -175,7 +175,8 @@ def start_tracker(
     try:
         if tracker == "wandb":
             wandb = importlib.import_module("wandb")
-            run = wandb.init(project=project, name=name, config=settings)
+            # reinit ends the run of an earlier training in this process.
+            run = wandb.init(project=project, name=name, config=settings, reinit=True)
             return run.log
         tensorboard = importlib.import_module("torch.utils.tensorboard")
         writer = tensorboard.SummaryWriter(str(output.with_suffix(".tensorboard")))

@@ -9,7 +9,6 @@ SIGTERM in status 130.
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -92,26 +91,6 @@ def run_main(
             os._exit(status)
     if status:
         sys.exit(status)
-
-
-def run_child(name: str, command: list[str]) -> None:
-    """Run a command in a child process; raise UserError if it fails.
-
-    On Ctrl-C or SIGTERM the child gets SIGTERM, finishes its step and saves.
-    """
-
-    def ignore_ctrl_c() -> None:  # a terminal sends it to both processes
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    process = subprocess.Popen(command, preexec_fn=ignore_ctrl_c)
-    try:
-        status = process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    remedy = "fix the cause and run the same command again"
-    require(status == 0, f"{name} ended with status {status}; {remedy}")
 
 
 def is_main_rank() -> bool:

@@ -21,7 +21,7 @@ import operator
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -50,15 +50,23 @@ S = TypeVar("S", bound="Settings")
 
 
 class Errors:
-    """Collects the errors of some settings, so that all of them are reported at once."""
+    """Collects the errors of some settings, so that all of them are reported at once.
 
-    def __init__(self) -> None:
+    planned: paths that are made before they are read.
+    """
+
+    def __init__(self, planned: Collection[str] = ()) -> None:
+        self.planned = planned
         self.messages: dict[str, str] = {}  # each error with a suggestion how to fix it, or ""
 
     def check(self, holds: bool, error: str, suggestion: str = "") -> None:
         """Add an error and how to fix it, unless `holds`; no error appears twice."""
         if not holds:
             self.messages.setdefault(error, suggestion)
+
+    def exists(self, path: str) -> bool:
+        """Return whether a path exists or is planned."""
+        return path in self.planned or Path(path).exists()
 
     def raise_if_any(self) -> None:
         """Raise one UserError that lists all errors, in the form of the reward-data documents."""
@@ -93,9 +101,12 @@ class Settings:
     file_first: ClassVar[bool] = True
     """whether a command line may begin with the settings file, without --config"""
 
-    def errors(self) -> Errors:
-        """Check every setting by its rules, then call `check_settings`; no file is read."""
-        errors = Errors()
+    def errors(self, planned: Collection[str] = ()) -> Errors:
+        """Check every setting by its rules, then call `check_settings`; no file is read.
+
+        planned: paths that are made before they are read.
+        """
+        errors = Errors(planned)
         for member in fields(self):
             value = getattr(self, member.name)
             if member.metadata.get("model_file") == "required":
@@ -131,7 +142,7 @@ def _check_text(member: Field[Any], value: str, errors: Errors) -> None:
     error = f"{member.name}={value!r}: no argument and no path can hold that character"
     errors.check(not NO_PATH.search(value), error)
     if "model_file" in member.metadata:
-        exists = Path(value).exists() or is_hub_name(value)
+        exists = errors.exists(value) or is_hub_name(value)
         remedy = "Check that the model checkpoint file exists and the path is correct"
         errors.check(exists, f"Model file not found: {value}", remedy)
 

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import string
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ import numpy as np
 
 from common.files import atomic_path, read_json, read_pieces, text_file
 from common.log import progress
-from common.process import require, run_child
+from common.process import require
 from tokenization_manager import VOCABULARY_FILES, TokenizationManager
 
 # Byte-pair tokens are learned from at most so many characters, which takes about ten seconds.
@@ -277,4 +278,5 @@ def prepare_corpus(folder: str) -> None:
         f"{folder} has no train.bin and val.bin, nor a prepare.py: choose another --dataset, or "
         "make it with prepare_text.py",
     )
-    run_child("corpus", [sys.executable, str(script)])
+    finished = subprocess.run([sys.executable, str(script)])
+    require(finished.returncode == 0, f"{script} failed: fix the cause and run it again")

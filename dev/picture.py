@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.files import write_text
 from common.process import UserError, run_main
-from reports.ledger import Ledger
+from cycles.ledger import Ledger
 from reports.results import Results
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,8 +8,8 @@ from pathlib import Path
 from common.files import write_text
 from common.log import read_records
 from common.process import warn
+from cycles.ledger import Ledger
 from reports import summary, table
-from reports.ledger import Ledger
 from reports.passages import read_passages
 from reports.pictures import draw_pictures
 from reports.rendering import render

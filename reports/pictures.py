@@ -10,7 +10,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from reports.ledger import Record
+from cycles.ledger import Record
 from reports.results import Model
 
 # Okabe and Ito, "Color Universal Design" (2008): distinct for colour-blind readers too.

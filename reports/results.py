@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from cycles.ledger import Ledger, Record
 from metrics.bootstrap import bootstrap_mean, widened
-from reports.ledger import Ledger, Record
 
 SEED = 42  # of the intervals of differences
 KINDS = {  # of models, by the name of their stage without its version
@@ -215,13 +215,3 @@ def seconds_of(ledger: Ledger, name: str) -> float | None:
         if stage["kind"] in NEEDED_KINDS:
             seconds += stage["seconds"]
     return seconds
-
-
-def cycles_since_best(ledger: Ledger, cycle: int) -> int:
-    """Return how many cycles before this one did not lower the loss on the select part."""
-    policies = [ledger.figures(f"base_model_v{version}") for version in range(2, cycle + 1)]
-    if not policies:
-        return 0
-    losses = [policies[0]["start_select_loss"]]
-    losses += [policy["select_loss"] for policy in policies]
-    return len(policies) - losses.index(min(losses))

@@ -14,10 +14,10 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +29,6 @@ from corpus.encode import load_text
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager, save_meta
 from training.checkpoint import save_checkpoint
-from training.lineage import hash_model
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_MODEL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
@@ -122,7 +121,6 @@ def call(script: str, *arguments: str, **options: Any) -> Finished:
     Python.
     """
     module = importlib.import_module(script)
-    hash_model.cache_clear()  # a script starts in a process of its own
     out, err = io.StringIO(), io.StringIO()
     argv, handler = sys.argv, signal.getsignal(signal.SIGTERM)
     status = 0
@@ -138,29 +136,6 @@ def call(script: str, *arguments: str, **options: Any) -> Finished:
         sys.argv = argv
         signal.signal(signal.SIGTERM, handler)
     return Finished(status, out.getvalue(), err.getvalue())
-
-
-class InThisProcess:
-    """Replace subprocess.Popen: run each script at once, in this process; `started` lists them."""
-
-    started: ClassVar[list[str]] = []
-    run = staticmethod(call)
-
-    def __init__(
-        self, command: list[str], env: Mapping[str, str] | None = None, **keywords: Any
-    ) -> None:
-        assert command[0] == sys.executable
-        script = Path(command[1]).stem
-        self.started.append(script)
-        self.finished = self.run(script, *command[2:])
-        sys.stdout.write(self.finished.out)
-        sys.stderr.write(self.finished.err)
-
-    def wait(self) -> int:
-        return self.finished.status
-
-    def terminate(self) -> None:
-        """Do nothing: the stage has ended."""
 
 
 def succeed(script: str, *arguments: str, **options: Any) -> str:

@@ -41,7 +41,7 @@ BUDGETS = {
     "walruses per 100 lines": 0.2,
     "conditional expressions per 100 lines": 2.0,
     "files at the root": 14,
-    "folders": 9,
+    "folders": 10,
     "options of train": 36,
     "options of train_grpo": 26,
     "options of train_reward_model": 14,
@@ -62,8 +62,8 @@ MODEL = "common data_loader generation losses model tokenization_manager trainin
 LOADS = {
     "run_cycles": (
         MODEL
-        + "corpus evaluate grpo metrics reports reward reward_data_config reward_dataset_loader "
-        + "train train_reward_model"
+        + "corpus cycles evaluate grpo metrics prepare_reward_data reports reward "
+        + "reward_data_config reward_dataset_loader train train_grpo train_reward_model"
     ),
     "train": MODEL + "corpus.corpus metrics.bootstrap",
     "prepare_reward_data": MODEL + "corpus.encode reward_data_config reward_dataset_loader",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import end_in_call, make_text, press_ctrl_c, succeed, write_token_files
+from helpers import end_in_call, make_text, press_ctrl_c, succeed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -181,13 +181,13 @@ def test_titles_are_those_of_the_texts_or_of_the_corpus(tmp_path, write):
 def test_the_corpus_is_made_where_it_is_missing(tmp_path, monkeypatch):
     """Its own prepare.py makes it; a mistyped name gets no corpus."""
     script = tmp_path / "prepare.py"
-    script.touch()
-    commands = []
-    monkeypatch.setattr(encode, "run_child", lambda name, words: commands.append(words[1:]))
+    script.write_text("open('train.bin', 'x'), open('val.bin', 'x')")
+    monkeypatch.chdir(tmp_path)
     encode.prepare_corpus(str(tmp_path))
-    write_token_files(tmp_path, [np.arange(9)] * 2)
     encode.prepare_corpus(str(tmp_path))
-    assert commands == [[str(script)]]
+    (tmp_path / "val.bin").unlink()
+    with pytest.raises(UserError, match=r"prepare\.py failed: fix the cause"):
+        encode.prepare_corpus(str(tmp_path))
     with pytest.raises(UserError, match="choose another --dataset, or make it"):
         encode.prepare_corpus(str(tmp_path / "other"))
 

@@ -31,6 +31,7 @@ from test_train import NANOGPT_TRAIN
 
 from common.log import read_records
 from common.settings import parse_sections, read_config, values_of_section
+from cycles.plan import Stage
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import RewardDataset
@@ -42,6 +43,7 @@ NAMES = [
     *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md"))),
 ]
 GUIDE, REFERENCE = "docs/guide.md", "docs/reference.md"
+RUN_STAGE = Stage.run
 RUN = "docs/reward_model_training_infrastructure.md", "docs/reward_model_training3.md"
 # Options that make a run small, by script.
 SHRINK = {
@@ -168,10 +170,23 @@ def run_script(script: str, arguments: list[str]) -> None:
     assert status == (2 if lacks_package else 0), f"{script} {arguments}\n{printed.getvalue()}"
 
 
-def run_stage(command: list[str], **_: object) -> SimpleNamespace:
-    """In place of subprocess.Popen: a stage of run_cycles.py, run at once and made small."""
-    run_script(command[1], command[2:])
-    return SimpleNamespace(wait=lambda: 0)
+def run_corpus(command: list[str]) -> SimpleNamespace:
+    """In place of subprocess.run: the prepare.py of a corpus, run in this process."""
+    run_script(command[1], [])
+    return SimpleNamespace(returncode=0)
+
+
+def run_stage(stage: Stage, **changes: object) -> dict[str, object]:
+    """In place of Stage.run: a stage of run_cycles.py, made small."""
+    if stage.script is not None:
+        name = stage.script.__name__
+        words = shlex.split(SHRINK[name])
+        if name == "evaluate":
+            words += ["--samples", "40"]
+        small = parse_sections({name: type(stage.settings)}, name, words, {})[name]
+        for option in words[::2]:
+            changes[option[2:]] = getattr(small, option[2:])
+    return RUN_STAGE(stage, **changes)
 
 
 def make_folder(folder: Path) -> Path:
@@ -218,7 +233,8 @@ def run_pages(folder: Path, names: tuple[str, ...]) -> Path:
     done = set()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(subprocess, "Popen", run_stage)
+        patch.setattr(subprocess, "run", run_corpus)
+        patch.setattr(Stage, "run", run_stage)
         for language, text in [block for name in names for block in blocks_of(name)]:
             file = FILE_NAME.match(text)
             if file:

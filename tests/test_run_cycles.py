@@ -3,12 +3,11 @@
 pytest tests/test_run_cycles.py
 """
 
-import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from helpers import (
     CONTROLS,
     ROOT,
     Finished,
-    InThisProcess,
     as_arguments,
     assert_same_weights,
     call,
@@ -31,13 +29,11 @@ from helpers import (
 
 import run_cycles
 from common.files import read_json
-from common.log import read_records
 from common.settings import parse_sections, read_config
-from evaluate import EvaluateSettings
+from cycles.ledger import Ledger
+from cycles.plan import Stage, make_plan
 from grpo.settings import GRPOSettings
-from reports.ledger import Ledger
-from run_cycles import SECTIONS, CycleSettings, Loop
-from training.stage import Stage
+from run_cycles import SECTIONS, CycleSettings, has_converged
 
 NAMES = [
     "base_model_v1",
@@ -51,11 +47,17 @@ NAMES += ["evaluation_v2", *CONTROL_NAMES, "controls_v2"]
 
 
 @pytest.fixture
-def in_this_process(monkeypatch):
-    """The scripts that are started, which run in this process."""
-    monkeypatch.setattr(InThisProcess, "started", [])
-    monkeypatch.setattr(subprocess, "Popen", InThisProcess)
-    return InThisProcess.started
+def made(monkeypatch):
+    """The names of the stages that are made."""
+    names = []
+    run = Stage.run
+
+    def run_and_note(stage: Stage, **changes: Any) -> dict[str, Any]:
+        names.append(stage.name)
+        return run(stage, **changes)
+
+    monkeypatch.setattr(Stage, "run", run_and_note)
+    return names
 
 
 def options_of(corpus: Path, out: Path, **changes: Any) -> dict[str, Any]:
@@ -78,9 +80,7 @@ def unbroken(tmp_path_factory, corpus):
     """One cycle without interruption: the settings file, the folder, and what was printed."""
     folder = tmp_path_factory.mktemp("cycles")
     config = write_config(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", InThisProcess)
-        finished = loop(config, corpus, folder / "out")
+    finished = loop(config, corpus, folder / "out")
     assert finished.status == 0, finished.err
     return config, folder / "out", finished.out
 
@@ -97,8 +97,7 @@ def test_artefacts_and_ledger(unbroken, corpus):
     _, out, printed = unbroken
     contents = read_json(out / "cycles.json")
     records = {record["name"]: record for record in contents["stages"]}
-    about = contents["about"]
-    assert list(records) == about["planned"] == NAMES
+    assert list(records) == contents["about"]["planned"] == NAMES
     assert contents["outcome"] == "finished"
     assert set(NAMES) <= {path.stem for path in out.iterdir()}
     assert not list(out.glob("*partial*"))
@@ -107,8 +106,8 @@ def test_artefacts_and_ledger(unbroken, corpus):
     assert inputs["control_plain_v2"]["init_from"] == inputs["base_model_v2"]["base_model_path"]
     assert records["control_plain_v2"]["settings"]["max_iters"] == 6
     found = records["evaluation_v2"]["figures"]
-    assert list(found) == ["base_model_v1", "base_model_v2"]
-    assert list(records["controls_v2"]["figures"]) == [*CONTROL_NAMES, "natural_model_v1"]
+    assert list(found) == ["base_model_v1", "base_model_v2", "natural_model_v1"]
+    assert list(records["controls_v2"]["figures"]) == CONTROL_NAMES
     assert records["control_sampled_v2"]["settings"]["credit"] == "token"
     assert found["base_model_v1"]["kl_now"] < 1e-9 < found["base_model_v2"]["kl_now"]
     page = (out / "report.html").read_text()
@@ -119,36 +118,45 @@ def test_artefacts_and_ledger(unbroken, corpus):
     assert f"<h1>{lines[1]}</h1>" in page
     assert f"-> {found['base_model_v2']['fresh_reward']:.2f}" in lines[2]
     assert lines[4:] == [f"Ledger: {out}/cycles.json", f"Page: {out}/report.html"]
-    assert "##### 10 of 10, controls_v2: evaluate.py" in printed
-    assert f"{found['base_model_v2']['loss']:.4f}" in printed
+    assert "##### 10 of 10, controls_v2: evaluate" in printed
 
 
-def test_a_second_command_has_nothing_to_do(copy, corpus, tmp_path, in_this_process, monkeypatch):
+def test_a_stage_ends_in_the_tensors_of_its_script_alone(unbroken, corpus, tmp_path):
+    """Stages run in one process, and none leaves anything to the next."""
+    config, out, _ = unbroken
+    options = {"dataset": corpus, "device": "cpu"}
+    for name in ("base_model_v2", "control_sampled_v2"):
+        section = {"control_sampled_v2": "control_sampled"}.get(name, "train_grpo")
+        more = {"credit": "token"} if section == "control_sampled" else {}
+        paths = {
+            "base_model_path": out / "base_model_v1.pt",
+            "reward_model_path": out / "reward_model_v1.pt",
+            "output_path": tmp_path / f"{name}.pt",
+            "allow_unpredictive_reward": True,
+        }
+        succeed("train_grpo", str(config), section=section, **options, **paths, **more)
+        assert_same_weights(weights(tmp_path / f"{name}.pt"), weights(out / f"{name}.pt"))
+
+
+def test_a_second_command_has_nothing_to_do(copy, corpus, tmp_path, made, monkeypatch):
     """Nor on another device or in another folder."""
     config, out = copy
     before = read_json(out / "cycles.json")["stages"]
     monkeypatch.chdir(tmp_path)
     finished = loop(config, corpus, out.rename("moved"), device="auto")
-    assert finished.status == 0 and "Nothing to do" in finished.out and in_this_process == []
+    assert finished.status == 0 and "#####" not in finished.out and made == []
     assert read_json(tmp_path / "moved/cycles.json")["stages"] == before
 
 
 def test_a_stage_is_made_again_if_its_file_its_settings_or_its_inputs_changed(
-    copy, corpus, unbroken, in_this_process
+    copy, corpus, unbroken, made
 ):
     config, out = copy
     (out / "control_plain_v2.pt").unlink()
     config.write_text(config.read_text().replace("max_steps=2", "max_steps=3"))
     finished = loop(config, corpus, out)
     assert finished.status == 0, finished.err
-    assert in_this_process == [
-        "train_grpo",
-        "evaluate",
-        "train",
-        "train_grpo",
-        "train_grpo",
-        "evaluate",
-    ]
+    assert made == NAMES[4:]
     assert "base_model_v2 is made again: max_steps was 2, now 3" in finished.out
     assert "evaluation_v2 is made again: checkpoints was " in finished.out
     ledger = Ledger(out)
@@ -158,7 +166,7 @@ def test_a_stage_is_made_again_if_its_file_its_settings_or_its_inputs_changed(
         assert_same_weights(weights(out / name), weights(unbroken[1] / name))
 
 
-def test_an_unpredictive_reward_model_carries_the_generator_on(copy, corpus, in_this_process):
+def test_an_unpredictive_reward_model_carries_the_generator_on(copy, corpus, made):
     config, out = copy
     text = config.read_text()
     config.write_text(text.replace("_reward=True", "_reward=False"))
@@ -167,23 +175,23 @@ def test_an_unpredictive_reward_model_carries_the_generator_on(copy, corpus, in_
     assert Ledger(out).about["planned"] == NAMES[:6]
     assert (out / "base_model_v2.pt").read_bytes() == (out / "base_model_v1.pt").read_bytes()
     assert "did not learn by GRPO" in finished.out
-    assert "natural_model_v1" in Ledger(out).figures("evaluation_v2")
-    in_this_process.clear()
+    made.clear()
     config.write_text(text)
     assert loop(config, corpus, out).status == 0
     # Earlier stages are kept, and so are the controls, which this run has again.
-    assert in_this_process == ["train_grpo", "evaluate"]
+    assert made == NAMES[4:6]
     assert Ledger(out).records["base_model_v2"]["script"] == "train_grpo"
 
 
-def test_a_stage_that_fails_ends_the_run(tmp_path, corpus, in_this_process):
+def test_a_stage_that_fails_ends_the_run(tmp_path, corpus):
     """The exit status is 2, the ledger names the stage, and the page shows the stages before."""
     (tmp_path / "broken.pt").write_text("no checkpoint")
     section = f"natural_model = dict(init_from='{tmp_path}/broken.pt', "
     config = write_config(tmp_path, CONFIG.replace("natural_model = dict(", section))
     finished = loop(config, corpus, tmp_path / "out")
     assert finished.status == 2
-    assert "natural_model_v1 ended with status 2" in finished.err
+    assert "natural_model_v1 failed: fix the cause" in finished.err
+    assert "broken.pt cannot be read" in finished.err
     ledger = Ledger(tmp_path / "out")
     assert ledger.outcome == "failed in natural_model_v1"
     assert list(ledger.records) == NAMES[:2]
@@ -192,9 +200,7 @@ def test_a_stage_that_fails_ends_the_run(tmp_path, corpus, in_this_process):
 
 
 def test_an_interrupted_run_goes_on(tmp_path, corpus):
-    """The stage ends with the run; the next run resumes it and ends in an undisturbed run's
-    tensors.
-    """
+    """The next run resumes the stage and ends in an undisturbed run's tensors."""
     config = write_config(tmp_path, CONFIG.replace("max_iters=20", "max_iters=500"))
     out = tmp_path / "out"
     state = out / "base_model_v1.resume"
@@ -204,20 +210,15 @@ def test_an_interrupted_run_goes_on(tmp_path, corpus):
         process = start(ROOT / "run_cycles.py", config, *options)
         while process.poll() is None and not (state.exists() and state.stat().st_mtime_ns != saved):
             time.sleep(0.01)
-        kill = os.kill if number == signal.SIGTERM else os.killpg
-        kill(process.pid, number)
-        _, err = process.communicate(timeout=60)  # the stage's process would hold stderr open
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
         assert process.returncode == status, err
         hint = "Finished stages are kept; run the same command again to continue."
         assert (hint in err) == (status > 0)
         (record,) = Ledger(out).records.values()
         assert record["name"] == "base_model_v1" and "seconds" not in record
-        # The stage did not go on by itself.
-        assert "final" not in read_records(out / "base_model_v1.jsonl")[-1]
         saved = state.stat().st_mtime_ns
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", InThisProcess)
-        finished = loop(config, corpus, out, controls=False)
+    finished = loop(config, corpus, out, controls=False)
     assert finished.status == 0, finished.err
     assert "Resuming" in finished.out
     succeed("train", str(config), dataset=corpus, out_dir=tmp_path, device="cpu")
@@ -225,46 +226,38 @@ def test_an_interrupted_run_goes_on(tmp_path, corpus):
     assert_same_weights(weights(out / "base_model_v1.pt"), expected)
 
 
-def plan(tmp_path: Path, text: str = CONFIG + CONTROLS, words=(), **changes: Any) -> Loop:
-    """Return the loop of a settings file, without running it."""
-    settings = CycleSettings(out_dir=str(tmp_path / "out"), **changes)
+def plan(tmp_path: Path, text: str = CONFIG + CONTROLS, words=(), **changes: Any) -> list[Stage]:
+    """Return the plan of a settings file."""
     contents = read_config(str(write_config(tmp_path, text)))
     sections = parse_sections(SECTIONS, "run_cycles", list(words), contents)
-    return Loop(settings, sections, contents)
+    sections["run_cycles"] = CycleSettings(out_dir=str(tmp_path / "out"), **changes)
+    return make_plan(sections, contents)
 
 
 def kinds(stages: Iterable[Stage]) -> list[str]:
-    return [stage.kind for stage in stages if stage.script != "evaluate"]
+    return [stage.kind for stage in stages if stage.section != "evaluate"]
 
 
 CYCLE = ["reward_data", "reward_model", "policy"]
 
 
 def test_plan_of_two_cycles(tmp_path):
-    stages = plan(tmp_path, num_cycles=2).stages()
+    stages = plan(tmp_path, num_cycles=2)
     controls = ["control_plain", "control_sampled", "control_distil"]
     assert kinds(stages) == ["base", "natural_model", *CYCLE, *controls, *CYCLE, *controls]
     settings = {stage.name: stage.settings for stage in stages}
     assert settings["control_plain_v2"].init_from == f"{tmp_path}/out/base_model_v1.pt"
     assert settings["control_plain_v3"].init_from == f"{tmp_path}/out/control_plain_v2.pt"
     assert settings["base_model_v3"].base_model_path == f"{tmp_path}/out/base_model_v2.pt"
-    assert [Path(path).stem for path in settings["evaluation_v3"].checkpoints] == [
-        "base_model_v1",
-        "base_model_v2",
-        "base_model_v3",
-    ]
-    controls = [f"{name}_v3" for name in controls]
+    compared = [Path(path).stem for path in settings["evaluation_v3"].checkpoints]
+    models = [f"base_model_v{version}" for version in (1, 2, 3)]
+    assert compared == [*models, "natural_model_v1"]
     compared = [Path(path).stem for path in settings["controls_v3"].checkpoints]
-    assert compared == [*controls, "natural_model_v1"]
-
-
-def test_a_cycle_has_other_seeds_than_the_one_before(tmp_path):
-    """Those of cycle 1 are those of the sections."""
-    stages = plan(tmp_path, num_cycles=2).stages()
-    seeds = {stage.name: getattr(stage.settings, "seed", None) for stage in stages}
-    assert seeds["reward_data_v1"] == seeds["base_model_v2"] == 42
+    assert compared == [f"{name}_v3" for name in controls]
+    # A cycle has other seeds than the one before; those of cycle 1 are those of the sections.
+    assert settings["reward_data_v1"].seed == settings["base_model_v2"].seed == 42
     for name in ("reward_data_v2", "base_model_v3"):
-        assert seeds[name] not in (None, 42)
+        assert settings[name].seed != 42
 
 
 @pytest.mark.parametrize(
@@ -276,7 +269,7 @@ def test_a_cycle_has_other_seeds_than_the_one_before(tmp_path):
     ],
 )
 def test_controls_of_the_settings(tmp_path, text, changes, expected):
-    found = kinds(plan(tmp_path, text, **changes).stages())
+    found = kinds(plan(tmp_path, text, **changes))
     assert found == ["base", "natural_model", *CYCLE, *expected]
 
 
@@ -285,12 +278,12 @@ def test_a_task(tmp_path):
     file = tmp_path / "my.py"
     file.write_text("f = len")
     words = [f"--train_grpo.reward_function={file}:f", "--train_grpo.group_size=2"]
-    settings = {stage.kind: stage.settings for stage in plan(tmp_path, words=words).stages()}
-    functions = settings["policy"].reward_function
-    assert functions == settings["control_sampled"].reward_function == (f"{file}:f",)
-    assert settings["control_distil"].reward_function is None
+    stages = {stage.kind: stage for stage in plan(tmp_path, words=words)}
+    functions = stages["policy"].settings.reward_function
+    assert functions == stages["control_sampled"].settings.reward_function == (f"{file}:f",)
+    assert stages["control_distil"].settings.reward_function is None
     settings = GRPOSettings(dataset="scratch", reward_function=functions)
-    stage = Stage("policy", 1, Path("policy.pt"), script="train_grpo", settings=settings)
+    stage = replace(stages["policy"], settings=settings)
     before = stage.identity()
     file.write_text("f = max")
     assert stage.identity()["settings"] == before["settings"]
@@ -299,23 +292,31 @@ def test_a_task(tmp_path):
 
 def test_the_natural_model(tmp_path):
     """Only the natural model reads its corpus; a given one is used; other heads need none."""
-    settings = {
-        stage.kind: stage.settings for stage in plan(tmp_path, natural_dataset="library").stages()
-    }
+    stages = plan(tmp_path, natural_dataset="library")
+    settings = {stage.kind: stage.settings for stage in stages}
     assert settings["natural_model"].dataset == "data/library"
     assert settings["natural_model"].init_from == "scratch"
     assert settings["base"].dataset == settings["policy"].dataset == "data/shakespeare_char"
-    assert kinds(plan(tmp_path, CONFIG.replace("likelihood", "last")).stages()) == ["base", *CYCLE]
-    stages = plan(tmp_path, CONFIG, natural_model="mine.pt").stages()
+    assert kinds(plan(tmp_path, CONFIG.replace("likelihood", "last"))) == ["base", *CYCLE]
+    stages = plan(tmp_path, CONFIG, natural_model="mine.pt")
     assert kinds(stages) == ["base", *CYCLE]
     assert stages[2].settings.natural_model_path == "mine.pt"
 
 
-def test_patience_ends_the_loop(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_cycles, "cycles_since_best", lambda ledger, cycle: cycle - 1)
-    made = plan(tmp_path, num_cycles=3, perplexity_patience=2)
-    stages = made.stages_to_make(Ledger(tmp_path))
-    assert kinds(stages).count("policy") == 2
+@pytest.mark.parametrize(
+    "losses, count", [("2", 0), ("2 1.9 1.8", 0), ("2 2.1", 1), ("2 2.1 1.9 1.9", 1), ("2 2 2", 2)]
+)
+def test_the_loop_ends_after_cycles_that_did_not_lower_the_loss(losses, count):
+    first, *others = map(float, losses.split())
+    ledger = Ledger(Path("nowhere"))
+    for version, loss in enumerate(others, 2):
+        figures = {"start_select_loss": first, "select_loss": loss}
+        record = {"kind": "policy", "seconds": 1.0, "figures": figures}
+        ledger.records[f"base_model_v{version}"] = record
+    ledger.about = {"planned": [*ledger.records, "base_model_v9"]}
+    cycle = len(others) + 1
+    assert [n for n in (1, 2, 3) if has_converged(ledger, cycle, n)] == [*range(1, count + 1)]
+    assert not has_converged(ledger, cycle, None)
 
 
 def test_all_faults_of_all_sections_are_reported_before_anything_is_made(tmp_path, corpus):
@@ -341,8 +342,8 @@ def test_a_folder_named_for_a_text_or_settings_file_is_for_that_one(tmp_path, mo
     """
     monkeypatch.chdir(tmp_path)
     ledger = Ledger(Path("out/input"))
-    ledger.start({"sources": ["x/input.txt"]})
-    ledger.finish([])
+    ledger.about = {"sources": ["x/input.txt"]}
+    ledger.write()
     assert run_cycles.default_folder([str(tmp_path / "x/input.txt")]) == "out/input"
     line = refuse_in_one_line("run_cycles", text="y/input.txt")
     sources = "a run of x/input.txt, and this one is of y/input.txt"
@@ -353,16 +354,6 @@ def test_a_missing_text_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "nope.txt" in refuse_in_one_line("run_cycles", text="nope.txt", device="cpu")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_command_of_a_stage():
-    """Settings that are not the default: one word for a value that may begin with dashes, a word
-    for each of several values.
-    """
-    settings = EvaluateSettings(checkpoints=("a.pt", "b.pt"), baseline="--x", calibrate=True)
-    stage = Stage("evaluation", 0, Path("s.json"), "evaluate", "evaluate", settings)
-    words = ["--checkpoints", "a.pt", "b.pt", "--baseline=--x", "--calibrate=True", "--device=cpu"]
-    assert stage.command(device="cpu")[2:] == words
 
 
 def test_options_that_the_run_sets_itself_are_refused(tmp_path):

@@ -3,7 +3,6 @@
 python -c "from training.lineage import hash_model; print(hash_model('logs/model_checkpoint.pt'))"
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,10 @@ INPUTS = (  # settings that name what a script reads
 SPLITS = ("train_sha256", "val_sha256")
 
 
-@functools.cache
 def hash_model(path: str | Path) -> str:
     """Return the sha256, in hexadecimal, of a checkpoint's file or of a Hugging Face folder.
 
-    In a folder, only weights, configs and vocabularies count. A process computes each hash once: no
-    stage changes an earlier input.
+    In a folder, only weights, configs and vocabularies count.
     """
     path = find_model(path)
     if path.is_file():
