@@ -76,19 +76,16 @@ def complete(
     model.generation_config = load_transformers().GenerationConfig(
         do_sample=True, temperature=temperature, top_k=0, top_p=1.0, pad_token_id=0
     )
-    batches: list[Tensor] = []  # numbers of rows that have the same crossover
-    for crossover in crossovers.unique():
-        rows = (crossovers == crossover).nonzero()[:, 0]
-        batches += rows.split(ROWS)
+    different = crossovers.unique().tolist()
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        for rows in counted(batches, len(batches), "Crossover samples"):
-            crossover = int(crossovers[rows[0]])
-            prompts = natural[rows, :crossover].to(model.device)
-            written = model.generate(
-                input_ids=prompts,
-                attention_mask=torch.ones_like(prompts),
-                max_new_tokens=T - crossover,
-            )
-            ids[rows] = written.cpu()
+        for crossover in counted(different, len(different), "Crossovers"):
+            for rows in (crossovers == crossover).nonzero()[:, 0].split(ROWS):
+                prompts = natural[rows, :crossover].to(model.device)
+                written = model.generate(
+                    input_ids=prompts,
+                    attention_mask=torch.ones_like(prompts),
+                    max_new_tokens=T - crossover,
+                )
+                ids[rows] = written.cpu()
     return ids

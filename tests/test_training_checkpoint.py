@@ -131,8 +131,9 @@ def test_what_a_checkpoint_does_not_say_is_none_or_a_default(tmp_path, mode):
 
 
 def test_a_model_s_hash_is_that_of_its_file_or_of_the_weights_in_its_folder(tmp_path):
-    for name, training in (("a", {}), ("b", {}), ("c", {"step": 3})):
-        ckpt.save_checkpoint(tmp_path / name / "model.bin", tiny_model(), None, None, training)
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.bin").write_text(name.replace("b", "a"))
     (tmp_path / "b" / "notes.txt").write_text("no part of it")
     for file in ("model.bin", "."):
         hashes = [hash_model(tmp_path / name / file) for name in "abc"]
