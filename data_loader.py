@@ -19,11 +19,8 @@ from common.files import hash_bytes
 from common.process import UserError, require
 
 TOKEN_DTYPE = np.dtype("<u2")
-# The check for wider integers reads this many tokens at the start of a file ...
-CHECKED_TOKENS = 1_000_000
-# ... and needs this many zeros at every second place; fewer can be chance.
+# The check for wider integers needs so many zeros at every second place; fewer can be chance.
 MIN_ZEROS = 32
-WHOLE_BATCH = slice(None)
 
 
 class BinaryFileError(UserError):
@@ -37,8 +34,7 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
     """
     path = Path(path)
     if not path.is_file():
-        title = "Validation" if name == "val" else name.title()
-        raise BinaryFileError(f"{title} binary file not found: {path}")
+        raise BinaryFileError(f"{name.title()} binary file not found: {path}")
     size = path.stat().st_size
     if size % 2 or size < 2 * min_tokens:
         raise BinaryFileError(
@@ -54,7 +50,7 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
             "prepare_text.py, or choose the tokenization they were made with"
         )
     # Small uint32 or int64 numbers, read as uint16, are 0 at every second place.
-    second = tokens[1:CHECKED_TOKENS:2]
+    second = tokens[1::2]
     if len(second) >= MIN_ZEROS and largest > 0 and not second.any():
         raise BinaryFileError(f"ERROR: {path} is like uint32, every second id is 0: save uint16")
     return tokens
@@ -119,19 +115,14 @@ def get_batch(
     block_size: int,
     batch_size: int,
     rng: Generator,
-    device: torch.device | str = "cpu",
-    share: slice = WHOLE_BATCH,
+    device: torch.device | str,
+    share: slice,
 ) -> tuple[Tensor, Tensor]:
     """Return (inputs, targets), int64 (B, T) each: windows at random offsets, targets one later.
 
     Every rank draws the offsets of the whole batch and reads its `share` of them.
     """
-    num_tokens = len(tokens)
-    require(
-        num_tokens > block_size,
-        f"block_size={block_size}: the data has {num_tokens} tokens, block_size + 1 are needed",
-    )
-    offsets = rng.integers(num_tokens - block_size, size=batch_size)[share]
+    offsets = rng.integers(len(tokens) - block_size, size=batch_size)[share]
     return _inputs_and_targets(text_rows(tokens, offsets, block_size + 1), device)
 
 
@@ -152,19 +143,14 @@ class WholeSplitBatches:
         most: int | None = None,
     ) -> None:
         num_targets = len(tokens) - 1
-        require(
-            num_targets > 0,
-            f"a split of {len(tokens)} tokens holds nothing to predict: 2 are needed",
-        )
         self.tokens = tokens
         self.device = device
-        num_windows = num_targets // block_size
+        num_windows, num_left = divmod(num_targets, block_size)
         count = num_windows
-        num_left = num_targets % block_size
         if most is not None and num_targets > most and num_windows > 0:
             count = max(1, most // block_size)
             num_left = 0
-        starts = evenly_spaced(np.arange(count), num_windows, max(1, count)) * block_size
+        starts = evenly_spaced(np.arange(count), num_windows, count) * block_size
         # the starts of each batch's windows, and their length
         self.batches = [
             (starts[first : first + batch_size], block_size)

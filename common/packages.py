@@ -16,8 +16,8 @@ from common.files import atomic_path
 from common.process import require
 
 
-def fetch_package(requirement: str) -> bytes:
-    """Return a package's file, from the cache or from pip.
+def fetch_package(requirement: str) -> Path:
+    """Return the path of a package's file in the cache; download it if it is missing.
 
     `requirement` is a line of a requirements file: `NAME==1.0 --hash=sha256:...`. Raise UserError
     if pip cannot fetch the package, or if its hash differs.
@@ -35,4 +35,4 @@ def fetch_package(requirement: str) -> bytes:
             require(result.returncode == 0, f"pip cannot fetch {name}: {reason}")
             with atomic_path(cached) as partial:
                 shutil.copyfile(next(Path(folder).iterdir()), partial)
-    return cached.read_bytes()
+    return cached

@@ -63,10 +63,7 @@ def open_corpus(dataset: str, min_train_tokens: int) -> Corpus:
     Raise UserError if it is missing or damaged, or if it has fewer than min_train_tokens.
     """
     folder = dataset_folder(dataset)
-    remedy = (
-        "put train.bin and val.bin there, make them from texts with prepare_text.py, or check "
-        "--dataset"
-    )
+    remedy = "make it with prepare_text.py, or check --dataset"
     if (folder / "prepare.py").is_file():
         remedy = f"make it with `python {folder}/prepare.py`"
     require((folder / "train.bin").is_file(), f"{folder}/train.bin not found: {remedy}")

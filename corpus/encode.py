@@ -12,7 +12,6 @@ a number of characters. A segment without a name is left out. Each segment is en
 import hashlib
 import itertools
 import math
-import os
 import re
 import string
 import subprocess
@@ -123,9 +122,7 @@ def characters_of(texts: Sequence[Text]) -> set[str]:
 def split_segments(texts: Sequence[Text], train_split: float = 0.9) -> Segments:
     """Return the segments `train` and `val`: the first `train_split` of the characters trains."""
     num_characters = count_characters(texts)
-    boundary = 0
-    if 0 < train_split < 1:
-        boundary = int(num_characters * train_split)
+    boundary = int(num_characters * train_split)
     require(
         0 < boundary < num_characters,
         f"train_split={train_split}: must be > 0 and < 1, and leave no part of {num_characters} "
@@ -223,7 +220,7 @@ def prepare_texts(
     Raise UserError, and write nothing, for texts that cannot be encoded or are too short for a
     block.
     """
-    folder = Path(os.path.abspath(folder))
+    folder = Path(folder).absolute()
     require(
         tokenizer.method != "bpe" or "char" not in folder.name,
         f"{folder}: 'char' in the name marks a corpus of characters: choose another folder",
@@ -237,7 +234,7 @@ def prepare_texts(
             path = stack.enter_context(atomic_path(folder / f"{name}.bin"))
             files[name] = stack.enter_context(open(path, "wb"))
         for name, tokens in encode_segments(texts, segments, tokenizer):
-            files[name].write(tokens.tobytes())
+            tokens.tofile(files[name])
             counts[name] += len(tokens)
         for name, count in counts.items():
             require(

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.files import read_json, write_json
 from common.process import require, warn
 from corpus.encode import (
-    TOKEN_FILES,
     Text,
     characters_of,
     count_characters,
@@ -28,7 +26,12 @@ from tokenization_manager import TokenizationManager
 OWN_TEXT = str(Path(__file__).resolve().parents[1] / "config/shakespeare_library_cpu.py")
 LONG_TEXT = 1_000_000  # tokens; a model does not memorise a longer text and needs no dropout
 LARGE_VOCABULARY = 1000  # ids; its models have half the steps, and GRPO half the prompts
-PROMPTS = {"train_grpo": 24, "control_sampled": 8, "control_distil": 24}  # half the default's
+FEWER_PROMPTS = {  # half the default's
+    "train_grpo": {"prompts_per_step": 24},
+    "control_sampled": {"prompts_per_step": 8},
+    "control_distil": {"prompts_per_step": 24},
+}
+LARGER_SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "dropout": 0.1}
 # The rule for the tokens of a text.
 FEWEST_LEARNED = 320  # tokens: the 256 bytes and 64 pairs
 MOST_LEARNED = 4096
@@ -49,53 +52,45 @@ def make_corpora(
     tokenizer: TokenizationManager | None,
     out: Path,
 ) -> tuple[Path, Path, int]:
-    """Make out/corpus and out/natural_corpus, unless they hold these texts already.
+    """Make the corpora out/corpus and out/natural_corpus; the same texts give the same bytes.
 
     own: the texts that the generator learns. natural: those that the natural model learns instead;
     without any, both corpora are the same folder. tokenizer: None to choose one by
     `choose_tokenization`. Return both folders and the number of tokens of the own texts. Raise
     UserError for a text that is in both or too short, or that the tokenizer cannot encode.
     """
-    folder = out / "corpus"
-    natural_folder = out / "natural_corpus" if natural else folder
     own_hashes = [text.sha256 for text in own]
-    contents = {
-        "texts": own_hashes,
-        "natural_texts": [text.sha256 for text in natural],
-        "tokenizer": None if tokenizer is None else tokenizer.to_record(),
-    }
     for text in natural:
         require(
             text.sha256 not in own_hashes,
             f"{text.path} is in text and in natural_text: the natural model would learn the test "
             "text",
         )
-    record = out / "texts.json"
-    if not record.is_file() or read_json(record) != contents:
-        record.unlink(missing_ok=True)
-        size = count_characters(own)
-        if size < MIN_TEST_CHARACTERS:
-            warn(
-                f"--text has {size:,} characters; with fewer than {MIN_TEST_CHARACTERS:,}, the "
-                "test text is too short for a verdict"
-            )
-        tenth = size // 10
-        segments = [("train", size - 2 * tenth), ("val", tenth), ("test", tenth)]
-        all_texts = [*natural, *own]
-        num_natural = count_characters(all_texts) - size
-        if tokenizer is None:
-            method, vocab_size, reason = choose_tokenization(size, characters_of(all_texts))
-            print(f"tokens: {method}, {vocab_size} ids, because {reason}")
-            training = [("train", num_natural + size - 2 * tenth)]
-            tokenizer = make_tokenizer(method, all_texts, training, vocab_size)
-        prepare_texts(own, folder, tokenizer, segments)
-        if natural:
-            # All texts, so that a newline follows the last natural one; the others are not read.
-            prepare_texts(all_texts, natural_folder, tokenizer, [("train", num_natural)])
-            for name in ("val.bin", "test.bin"):
-                shutil.copyfile(folder / name, natural_folder / name)
-        write_json(record, contents)
-    num_tokens = sum((folder / name).stat().st_size // 2 for name in TOKEN_FILES)
+    size = count_characters(own)
+    if size < MIN_TEST_CHARACTERS:
+        warn(
+            f"--text has {size:,} characters; with fewer than {MIN_TEST_CHARACTERS:,}, the test "
+            "text is too short for a verdict"
+        )
+    tenth = size // 10
+    segments = [("train", size - 2 * tenth), ("val", tenth), ("test", tenth)]
+    texts = [*natural, *own]
+    num_natural = count_characters(texts) - size
+    if tokenizer is None:
+        method, vocab_size = choose_tokenization(size, characters_of(texts))
+        print(f"tokens: {method}, {vocab_size} ids")
+        training = [("train", num_natural + size - 2 * tenth)]
+        tokenizer = make_tokenizer(method, texts, training, vocab_size)
+    folder = out / "corpus"
+    natural_folder = folder
+    prepare_texts(own, folder, tokenizer, segments)
+    if natural:
+        natural_folder = out / "natural_corpus"
+        # All texts, so that a newline follows the last natural one. The own ones are not read.
+        prepare_texts(texts, natural_folder, tokenizer, [("train", num_natural)])
+        for name in ("val.bin", "test.bin"):
+            shutil.copyfile(folder / name, natural_folder / name)
+    num_tokens = sum((folder / f"{name}.bin").stat().st_size // 2 for name, _ in segments)
     require(
         num_tokens >= MIN_TOKENS,
         f"--text has {num_tokens:,} tokens, but at least {MIN_TOKENS:,} are needed: add text",
@@ -103,20 +98,19 @@ def make_corpora(
     return folder, natural_folder, num_tokens
 
 
-def choose_tokenization(num_characters: int, chars: set[str]) -> tuple[str, int, str]:
-    """Return the method, the vocabulary size, and the reason in words, for your own texts.
+def choose_tokenization(num_characters: int, chars: set[str]) -> tuple[str, int]:
+    """Return the method and the vocabulary size for your own texts.
 
     num_characters: the length of the texts of `--text`. chars: the different characters of these
     and of the natural texts. A text that would have too few tokens as byte pairs gets characters,
     and the size is their number. All others get byte pairs: a few make better text than characters
-    or many pairs in the same time (docs/results.md). Each character beyond ASCII takes two or three
-    bytes, so it adds two pairs.
+    or many pairs in the same time (docs/results.md). A character beyond ASCII takes two or three
+    bytes, so each adds two pairs.
     """
     if num_characters < MIN_TOKENS * CHARACTERS_OF_PAIRS:
-        return "char", len(chars), f"--text has only {num_characters:,} characters"
+        return "char", len(chars)
     num_beyond_ascii = sum(not char.isascii() for char in chars)
-    vocab_size = min(MOST_LEARNED, FEWEST_LEARNED + 2 * num_beyond_ascii)
-    return "learned_bpe", vocab_size, f"the texts have {num_beyond_ascii:,} characters beyond ASCII"
+    return "learned_bpe", min(MOST_LEARNED, FEWEST_LEARNED + 2 * num_beyond_ascii)
 
 
 def sizes_for(
@@ -124,21 +118,18 @@ def sizes_for(
 ) -> dict[str, dict[str, Any]]:
     """Return settings for a text of `num_tokens`, by section of the settings file OWN_TEXT.
 
-    The generator of a short text gets fewer steps, because it memorises the text soon; models of a
-    large vocabulary do, because their steps take longer, and GRPO gets fewer prompts a step.
-    `has_natural`: the natural model has read other texts. If not, it is larger than the generator
-    and learns longer, to know more of the same text. `longest`: block size of an existing natural
-    model, which then is not trained. Raise UserError if it is below MIN_BLOCK.
+    has_natural: whether the natural model has read other texts. If not, it is larger than the
+    generator and learns longer, to know more of the same text. longest: the block size of an
+    existing natural model, which is not trained then; raise UserError if it is below MIN_BLOCK.
     """
     block_size = BLOCK_SIZE
     if num_tokens < SHORT_TEXT:
         block_size = SHORT_BLOCK_SIZE
-    max_iters = {"train": 600.0, "natural_model": 1300.0, "control_plain": 2700.0}
-    shape: dict[str, Any] = {}
+    # The generator memorises a short text soon.
+    scale = min(2.0, max(0.5, num_tokens / DEFAULT_TOKENS))
+    max_iters = {"train": 600 * scale, "natural_model": 1300, "control_plain": 2700}
     if not has_natural:
-        max_iters["control_plain"] = 6000.0
-        shape = {"n_layer": 4, "n_head": 4, "n_embd": 128, "dropout": 0.1}
-    max_iters["train"] *= min(2.0, max(0.5, num_tokens / DEFAULT_TOKENS))
+        max_iters["control_plain"] = 6000
     if longest is not None:
         require(
             longest >= MIN_BLOCK,
@@ -148,19 +139,18 @@ def sizes_for(
         block_size = min(block_size, longest)
         del max_iters["natural_model"]
     sizes: dict[str, dict[str, Any]] = {}
+    share = 1.0
+    if vocab_size > LARGE_VOCABULARY:  # its steps take longer
+        share = 0.5
+        sizes.update(FEWER_PROMPTS)
     for section, steps in max_iters.items():
-        if vocab_size > LARGE_VOCABULARY:
-            steps /= 2
         sizes[section] = {
             "block_size": block_size,
             "batch_size": 2048 // block_size,  # about the same number of tokens in every step
-            "max_iters": round(steps),
+            "max_iters": round(steps * share),
         }
-    if vocab_size > LARGE_VOCABULARY:
-        for section, prompts in PROMPTS.items():
-            sizes[section] = {"prompts_per_step": prompts}
-    if longest is None:
-        sizes["natural_model"].update(shape)
+    if not has_natural:
+        sizes["natural_model"].update(LARGER_SHAPE)
     if num_tokens > LONG_TEXT:
         sizes["train"]["dropout"] = 0.0
         sizes["control_plain"]["dropout"] = 0.0

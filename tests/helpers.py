@@ -13,7 +13,6 @@ import random
 import signal
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,17 +261,6 @@ def make_mixed_text(folder: Path, corpus: Path, generator: Path) -> None:
     options = {"checkpoint_path": generator, "num_samples": 1, "max_new_tokens": 300, "seed": 1}
     written = succeed("sample", **options, start=f"FILE:{natural}", temperature=1, device="cpu")
     (folder / "mixed.txt").write_text(written[:600])
-
-
-def works_archive(works):
-    """Return a source package with the files of `works` (name to text)."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        for name, text in works.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(text.encode())
-            tar.addfile(member, io.BytesIO(text.encode()))
-    return buffer.getvalue()
 
 
 def make_checkpoint(

@@ -27,7 +27,7 @@ def test_a_package_is_fetched_once_and_a_refusal_is_one_line(tmp_path, monkeypat
 
     monkeypatch.setattr(subprocess, "run", run)
     for _ in range(2):
-        assert fetch_package("x==1 --hash=sha256:abab") == b"data"
+        assert fetch_package("x==1 --hash=sha256:abab").read_bytes() == b"data"
     assert len(commands) == 1 and commands[0][-1] == "x==1 --hash=sha256:abab"
     assert {"download", "--no-deps", "--require-hashes"} <= set(commands[0])
     with pytest.raises(UserError, match=r"^ERROR: .*y==1: No matching distribution found for y$"):

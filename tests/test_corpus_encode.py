@@ -4,6 +4,7 @@ pytest tests/test_corpus_encode.py
 """
 
 import contextlib
+import os
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -161,7 +162,7 @@ def test_no_interruption_leaves_a_mixture_of_two_corpora(tmp_path, write, monkey
         prepare_texts(texts, folder, bpe, segments)
         before = contents()
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            end_in_call(patch, encode.os, name, number, press_ctrl_c)
+            end_in_call(patch, os, name, number, press_ctrl_c)
             prepare_texts(texts, folder, characters, segments)
         after = contents()
         is_whole = {"train.bin", "val.bin"} <= set(after)

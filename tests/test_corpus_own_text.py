@@ -42,9 +42,6 @@ def test_the_last_tenths_are_held_out_of_both_corpora(texts, tmp_path):
     for each in (folder, library):
         assert tokens_of(each, "val", "test") == [text[24_000:27_000], text[27_000:]]
     assert (folder / "meta.pkl").read_bytes() == (library / "meta.pkl").read_bytes()
-    made = (folder / "train.bin").stat().st_mtime_ns
-    make()
-    assert (folder / "train.bin").stat().st_mtime_ns == made  # nothing to do
     own.write_text(text.replace("e", "a"))
     assert "e" not in tokens_of(make()[0], "train")[0]
     alone, same, _ = make_corpora(find_texts([own]), [], None, tmp_path / "alone")
@@ -76,11 +73,11 @@ def test_a_tokenizer_is_learned_from_the_training_parts_of_both(texts, tmp_path,
 @pytest.mark.parametrize(
     ("num_own", "num_beyond_ascii", "expected"),
     [
-        (100_000, 0, ("learned_bpe", 320, "the texts have 0 characters beyond ASCII")),
-        (100_000, 65, ("learned_bpe", 450, "the texts have 65 characters beyond ASCII")),
-        (100_000, 3000, ("learned_bpe", 4096, "the texts have 3,000 characters beyond ASCII")),
+        (100_000, 0, ("learned_bpe", 320)),
+        (100_000, 65, ("learned_bpe", 450)),
+        (100_000, 3000, ("learned_bpe", 4096)),
         # Byte pairs would leave fewer than 25,000 tokens of it.
-        (45_000, 10, ("char", 100, "--text has only 45,000 characters")),
+        (45_000, 10, ("char", 100)),
     ],
 )
 def test_the_rule_for_tokens(num_own, num_beyond_ascii, expected):

@@ -6,10 +6,11 @@ pytest tests/test_corpus_shakespeare.py
 import io
 import runpy
 import sys
+import tarfile
 import urllib.request
 
 import pytest
-from helpers import ROOT, works_archive
+from helpers import ROOT
 from test_corpus_encode import tokens_of
 
 from common.files import hash_bytes
@@ -35,10 +36,16 @@ def no_network(*_, **__):
 
 
 @pytest.fixture
-def archive(monkeypatch):
+def archive(tmp_path, monkeypatch):
     """A source package of four works in the place of the real one, and no tiny Shakespeare."""
     monkeypatch.setattr(shakespeare, "fetch_tiny_shakespeare", no_network)
-    monkeypatch.setattr(shakespeare, "fetch_package", lambda _: works_archive(WORKS))
+    path = tmp_path / "shakespeare.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        for name, text in WORKS.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(text.encode())
+            tar.addfile(member, io.BytesIO(text.encode()))
+    monkeypatch.setattr(shakespeare, "fetch_package", lambda _: path)
 
 
 @pytest.mark.usefixtures("archive")

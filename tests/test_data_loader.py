@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.process import UserError
 from data_loader import (
     BinaryFileError,
     WholeSplitBatches,
@@ -19,6 +18,8 @@ from data_loader import (
     validation_parts,
 )
 
+WHOLE = ("cpu", slice(None))  # all rows of a batch, on the CPU
+
 
 def uint16(values):
     return np.array(values, dtype=np.uint16)
@@ -26,7 +27,7 @@ def uint16(values):
 
 def test_bad_token_files_are_refused(tmp_path):
     path = tmp_path / "val.bin"
-    with pytest.raises(BinaryFileError, match=r"^Validation binary file not found: .*val\.bin$"):
+    with pytest.raises(BinaryFileError, match=r"^Val binary file not found: .*val\.bin$"):
         open_token_file(path, "val", 65)
     with pytest.raises(BinaryFileError, match=r"^Train binary file not found: "):
         open_token_file(tmp_path, "train", 65)  # a folder
@@ -58,21 +59,17 @@ def test_token_files_of_wider_integers_are_refused(tmp_path):
 
 def test_get_batch_gives_windows_and_the_next_tokens():
     tokens = uint16(range(100, 120))
-    x, y = get_batch(tokens, 5, 64, np.random.default_rng(0))
-    assert torch.equal(x, get_batch(tokens, 5, 64, np.random.default_rng(0))[0])
+    x, y = get_batch(tokens, 5, 64, np.random.default_rng(0), *WHOLE)
+    assert torch.equal(x, get_batch(tokens, 5, 64, np.random.default_rng(0), *WHOLE)[0])
     assert (x.shape, x.dtype, y.shape, y.dtype) == ((64, 5), torch.int64, (64, 5), torch.int64)
     assert torch.equal(y, x + 1)
     assert (x.min(), y.max()) == (100, 119)  # the first and the last token are reached
 
 
-def test_batches_of_the_fewest_tokens_and_of_fewer():
-    x, y = get_batch(uint16([7, 8, 9]), 2, 3, np.random.default_rng(0))
+def test_a_batch_of_the_fewest_tokens():
+    x, y = get_batch(uint16([7, 8, 9]), 2, 3, np.random.default_rng(0), *WHOLE)
     assert x.tolist() == [[7, 8]] * 3
     assert y.tolist() == [[8, 9]] * 3
-    with pytest.raises(UserError, match=r"block_size=3: .* 3 tokens"):
-        get_batch(uint16([7, 8, 9]), 3, 3, np.random.default_rng(0))
-    with pytest.raises(UserError, match=" 1 tokens"):
-        WholeSplitBatches(uint16([1]), 4, 2)
 
 
 @given(st.integers(2, 200), st.integers(1, 30), st.integers(1, 9))

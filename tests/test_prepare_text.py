@@ -143,10 +143,8 @@ def test_texts_that_are_too_short_and_a_folder_named_for_characters():
 
 
 REFUSED = """
---name a/b => name=a/b: must be a plain name
---name .. => name=..: must be a plain name
 --out_dir here => one of name and out_dir
---tokenizer here => tokenization and tokenizer are both given
+--tokenizer here => one of tokenization and tokenizer is required
 --vocab_size 300 => vocab_size=300 is ignored without tokenization=learned_bpe
 --tokenization learned_bpe --vocab_size 256 => vocab_size=256: must be >= 257
 --train_split 1.0 => train_split=1.0
