@@ -5,7 +5,6 @@
 A file is written to a partial file next to it, flushed to the disk, and renamed.
 """
 
-import codecs
 import contextlib
 import hashlib
 import json
@@ -41,10 +40,6 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError as error:
-        if error.filename in (None, str(partial)):
-            error.filename = str(path)  # the error of a full disk names no file
-        raise
     finally:
         partial.unlink(missing_ok=True)
 
@@ -80,11 +75,8 @@ def read_pieces(path: str | os.PathLike) -> Iterator[str]:
                 yield piece
                 piece = file.read(CHUNK)
     except UnicodeDecodeError as error:
-        encoding = "LATIN1"
-        if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            encoding = "UTF-16"
-        command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > new.txt"
-        remedy = f"If it is {encoding}, convert it: {command}"
+        command = f"iconv -f LATIN1 -t UTF-8 {shlex.quote(str(path))} > new.txt"
+        remedy = f"If it is LATIN1, convert it: {command}"
         raise UserError(f"ERROR: {path} is not UTF-8 text ({error.reason}). {remedy}") from None
 
 

@@ -90,8 +90,6 @@ def step_line(record: Mapping[str, Any]) -> str:
     for name in SHOWN:
         if name in record:
             shown[name] = record[name]
-    if "kl_mixture" in shown:
-        shown.pop("kl_start", None)  # print only the first KL available
     return f"{format_metrics(shown)} | {record['seconds']:.0f} s"
 
 

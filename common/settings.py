@@ -47,6 +47,7 @@ RULE = (  # for a settings file
     "str(time.time()), values joined by + or numbers joined by *; nothing is executed"
 )
 S = TypeVar("S", bound="Settings")
+Section = dict[str, Any]  # values of a settings file by name
 
 
 class Errors:
@@ -173,7 +174,7 @@ def parse_settings(settings_class: type[S], script: str, argv: list[str] | None 
     given = parse_sections(classes, script, words, {})
     contents = read_config(given["config"])
     values = values_of_section(contents, given["section"] or script)
-    given = parse_sections(classes, script, words, values)
+    given = parse_sections(classes, script, words, {script: values})
     settings: S = given[script]
     settings.errors().raise_if_any()
     for name, reason in settings.without_effect.items():
@@ -186,14 +187,14 @@ def parse_sections(
     classes: Mapping[str, type[Settings]],
     script: str,
     words: list[str],
-    contents: Mapping[str, Any],
+    contents: Mapping[str, Section],
 ) -> dict[str, Any]:
     """Return the settings of each section of `classes`, and by name the other options of the
     command line: config, section, and the script's names without effect, None if not given.
 
     words: a command line. An option of the section `script` is --OPTION VALUE, of another one
     --SECTION.OPTION VALUE; --help lists the former.
-    contents: those of a settings file, which the words override.
+    contents: the values of a settings file by section, which the words override.
     """
     own = classes[script]
     if own.file_first and words and not words[0].startswith("-"):
@@ -245,55 +246,57 @@ def option_names(words: list[str]) -> set[str]:
 # settings file
 
 
-def values_of_section(contents: Mapping[str, Any], section: str) -> dict[str, Any]:
+def values_of_section(contents: Mapping[str, Section], section: str) -> Section:
     """Return the values of a settings file for a section: those outside all sections, and its own.
 
     A file without the section is fine, but a similar name is probably a typing error.
     """
-    values = {name: value for name, value in contents.items() if not isinstance(value, dict)}
-    if section in contents:
-        values.update(contents[section])
-        return values
-    similar = difflib.get_close_matches(section, map(str, contents), cutoff=0.8)
-    require(not similar, f"the settings file has no section {section}; it has {similar}")
-    return values
+    similar = difflib.get_close_matches(section, contents, cutoff=0.8)
+    require(
+        section in contents or not similar,
+        f"the settings file has no section {section}, but {' and '.join(similar)}",
+    )
+    return {**contents.get("", {}), **contents.get(section, {})}
 
 
-def read_config(path: str | None) -> dict[str, Any]:
-    """Return the assignments of a settings file, on top of those of its `base`, another file in the
-    same folder; sections are merged option by option. Raise UserError if a line cannot be read.
+def read_config(path: str | None) -> dict[str, Section]:
+    """Return the values of a settings file by section, "" for those outside all sections, on top of
+    those of its `base`, another file in the same folder. Raise UserError if a line cannot be read.
 
-    None: no file, no assignments.
+    None: no file, no sections.
     """
     if path is None:
         return {}
-    values = _read_file(Path(path))
-    if "base" not in values:
-        return values
-    merged = _read_file(Path(path).parent / str(values.pop("base")))
-    for name, value in values.items():
-        if isinstance(value, dict):
-            merged.setdefault(name, {}).update(value)
-        else:
-            merged[name] = value
+    sections = _read_file(Path(path))
+    base = sections[""].pop("base", None)
+    if base is None:
+        return sections
+    merged = _read_file(Path(path).parent / str(base))
+    for section, values in sections.items():
+        merged.setdefault(section, {}).update(values)
     return merged
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    """Return the assignments of one settings file."""
-    values: dict[str, Any] = {}
+def _read_file(path: Path) -> dict[str, Section]:
+    """Return the values of one settings file by section."""
+    outside: Section = {}
+    sections = {"": outside}
     with reading(path, RULE):
         tree = ast.parse("".join(read_pieces(path)))
         compile(tree, path, "exec")  # only finds an argument given twice; nothing is executed
         for statement in tree.body:
             match statement:
-                case ast.Assign([ast.Name(name)], value) if name not in values:
-                    values[name] = _evaluate(value)
+                case ast.Assign([ast.Name(name)], node) if name not in {*outside, *sections}:
+                    value = _evaluate(node)
+                    if isinstance(value, dict):
+                        sections[name] = value
+                    else:
+                        outside[name] = value
                 case ast.Import() | ast.Expr(ast.Constant()):
                     pass  # `import time`, for str(time.time()); a docstring
                 case _:
                     raise ValueError(f"line {statement.lineno}")
-    return values
+    return sections
 
 
 def _evaluate(node: ast.expr) -> Any:

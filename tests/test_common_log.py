@@ -53,7 +53,7 @@ def test_a_record_is_read_back_as_it_was_logged(logged, tmp_path_factory):
 
 def test_a_line_for_people_unless_quiet(path, capsys):
     log = RunLog(path)
-    metrics = {"select_loss": 0.123456, "reward": 1e-9, "kl_mixture": 0.5, "kl_start": 0.1}
+    metrics = {"select_loss": 0.123456, "reward": 1e-9, "kl_mixture": 0.5}
     log.log(3, **metrics, tokens=5000000, sample="To be")
     log.log(4, quiet=True, reward=9.0)
     line = "step 3 | reward 1e-09 | kl_mixture 0.5 | select_loss 0.1235 | 0 s\n"

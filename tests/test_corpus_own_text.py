@@ -107,7 +107,10 @@ def test_settings_of_stages(capsys):
         "--train_grpo.function_weight 1 2 --natural_model b.pt --natural_model.max_iters 5"
     )
     sections = parse_sections(
-        SECTIONS, "run_cycles", words.split(), {"natural_model": {"n_layer": 3}, "device": "cpu"}
+        SECTIONS,
+        "run_cycles",
+        words.split(),
+        {"natural_model": {"n_layer": 3}, "": {"device": "cpu"}},
     )
     own = CycleSettings(text=("a.txt",), controls=False, natural_model="b.pt", device="cpu")
     assert sections["run_cycles"] == own

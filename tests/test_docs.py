@@ -129,7 +129,7 @@ def check_command(line: str) -> list[str]:
         given = parse_sections(sections, script, words[2:], {})
         contents = read_config(given["config"])
         if script != "run_cycles":
-            contents = values_of_section(contents, given["section"] or script)
+            contents = {script: values_of_section(contents, given["section"] or script)}
         parse_sections(sections, script, words[2:], contents)
         return words
     return []
