@@ -73,18 +73,15 @@ def check_splits(
     trained: the data record of the model's checkpoint; without one, warn. hashes: those of the
     splits that must be the same.
     """
-    if trained is None:
-        warn(f"{name} has no record of its training data: it must have read no validation text")
+    if trained is not None and all(trained[split] == data.get(split) for split in hashes):
         return
-    is_same = all(trained[split] == data.get(split) for split in hashes)
     problem = (
-        f"{name} was trained on another train/validation split: its training text may be "
-        "validation text here"
+        f"{name} was trained on another train/validation split, or has no record of it: its "
+        "training text may be validation text here"
     )
     remedy = "use the data of its training (prepare_reward_data.py: or --allow_split_mismatch True)"
-    require(is_same or is_allowed, f"{problem}: {remedy}")
-    if not is_same:
-        warn(problem)
+    require(is_allowed or trained is None, f"{problem}: {remedy}")
+    warn(problem)
 
 
 def check_generator(name: str, recorded: str | None, path: str) -> str:
