@@ -1,7 +1,4 @@
-"""Time ways to do the same in turns, and run scripts: what the benchmarks share.
-
-python -c "import benchmarks.compare; help(benchmarks.compare.compare)"
-"""
+"""Time ways to do the same in turns, and run scripts: what the benchmarks share."""
 
 import os
 import statistics

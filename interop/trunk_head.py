@@ -1,7 +1,5 @@
 """A head on a layer of a frozen causal model: evidence of every token without a second model.
 
-    python -c "from interop.trunk_head import TrunkHead; help(TrunkHead)"
-
 Shapes: B sequences of T tokens, C channels of a hidden state; m samples.
 """
 

@@ -1,7 +1,5 @@
 """The reward models: two heads with one interface.
 
-    python -c "from reward.heads import LikelihoodRewardModel; help(LikelihoodRewardModel)"
-
 `last` is the head of the original design: a small network on the last hidden state of a frozen
 trunk. `likelihood` compares two language models. Both have:
 

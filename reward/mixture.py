@@ -1,7 +1,5 @@
 """The weight of a likelihood head's mixture, fitted to labels.
 
-    python -c "from reward.mixture import fit_mixture; help(fit_mixture)"
-
 p is the natural model, q the generator, and w p + (1 - w) q their mixture.
 """
 

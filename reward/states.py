@@ -1,7 +1,5 @@
 """Heads on hidden states of a frozen trunk: their inputs, their layers and their training.
 
-    python -c "from reward.states import StateHead; help(StateHead)"
-
 Shapes: n sequences of T tokens, F channels of an input.
 """
 

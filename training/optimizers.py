@@ -1,6 +1,6 @@
 """Optimizers, learning-rate schedules, the optimizer step, early stopping and the best weights.
 
-    python -c "from training.optimizers import Muon; help(Muon)"
+    python -c "from training.optimizers import Schedule; print(Schedule('cosine', 9, 2).factor(5))"
 
 Steps are counted from 0.
 """
