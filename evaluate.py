@@ -2,9 +2,9 @@
 
     python evaluate.py --checkpoints logs/model_checkpoint.pt --dataset shakespeare
 
-In: generators' checkpoints and a folder with train.bin, val.bin and perhaps test.bin. Out: a table,
-and JSON with --output_path. With --text and --reward_model_path: where the reward model's generator
-begins to write in a text, printed and as a page.
+In: generators' checkpoints and a folder with train.bin, val.bin and perhaps test.bin. Out: figures,
+printed and, with --output_path, as JSON. With --text and --reward_model_path: where the reward
+model's generator begins to write in a text, printed and as a page.
 """
 
 import functools
@@ -20,15 +20,15 @@ from torch import Tensor
 
 from common.device import float64, select_device
 from common.files import read_text, write_json
-from common.log import counted, format_metrics, print0
+from common.log import format_metrics, print0
 from common.process import require, run_main, warn
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.corpus import Corpus, open_corpus
-from data_loader import WholeSplitBatches, open_token_file, validation_part
+from data_loader import open_token_file, validation_part
 from generation.completions import Completer
 from generation.prompts import spread_prompts
 from grpo.evaluation import PolicyEvaluation
-from losses import perplexity, token_losses
+from losses import perplexity, text_losses, token_losses
 from metrics.bootstrap import block_means, bootstrap_blocks, format_figure
 from metrics.calibration import fit_temperature
 from metrics.reward_skill import better_than_constant
@@ -234,13 +234,15 @@ def measure_losses(
     The names are `loss` and, with --calibrate, `calibrated_loss`. With --baseline the figures have
     paired differences from the baseline's losses, which are empty if this model is the baseline.
     """
-    batches = batches_of_part(model, tokens, settings.part)
-    shown_batches = counted(batches, len(batches), f"Evaluating {path}")
-    losses = {"loss": token_losses(model, shown_batches)[0]}
+    block_size = model.config.block_size
+    if settings.part != "whole":
+        tokens = validation_part(tokens, block_size, settings.part)
+    losses = {"loss": text_losses(model, tokens)[0]}
     figures: dict[str, Any] = {}
     if settings.calibrate:
-        temperature = fit_temperature(model, batches_of_part(model, corpus.val, "select"))
-        calibrated = float64(token_losses(model, batches, [temperature])[0])
+        select = validation_part(corpus.val, block_size, "select")
+        temperature = fit_temperature(functools.partial(text_losses, model, select))
+        calibrated = float64(text_losses(model, tokens, [temperature])[0])
         losses["calibrated_loss"] = calibrated
         figures["temperature"] = temperature
         figures["blocks"] = block_means(calibrated, corpus.interval_tokens).tolist()
@@ -258,20 +260,11 @@ def measure_losses(
     num_tokens = len(losses["loss"])
     figures["tokens"] = num_tokens
     if corpus.tokenizer.method != "ids":  # these have no text
-        text = corpus.tokenizer.decode(batches.tokens[-num_tokens:])
+        text = corpus.tokenizer.decode(tokens[-num_tokens:])
         bits = figures["loss"] * num_tokens / math.log(2)
         figures["characters_per_token"] = len(text) / num_tokens
         figures["bits_per_byte"] = bits / len(text.encode())
     return losses, figures
-
-
-def batches_of_part(model: GPT, tokens: np.ndarray, part: str) -> WholeSplitBatches:
-    """Return batches of all tokens of a split's part, as many rows at a time as the model takes."""
-    block_size = model.config.block_size
-    if part != "whole":
-        tokens = validation_part(tokens, block_size, part)
-    device = model.transformer.wte.weight.device
-    return WholeSplitBatches(tokens, block_size, model.rows_at_a_time(), device)
 
 
 def load_text_quality(

@@ -6,14 +6,20 @@ This module keeps no state. Shapes: B sequences of T tokens, V token ids. Formul
 float32, or in float64 if their input has that dtype.
 """
 
+import itertools
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.device import evaluating
+from common.distributed import ONE_RANK, Ranks
+from common.log import counted
+from data_loader import WholeSplitBatches
 
 # Bound of log-ratios between two models' probabilities, so that no single token decides.
 MAX_LOG_RATIO = 10.0
@@ -60,6 +66,30 @@ def token_losses(
                 losses.append(-log_probs[is_target])
             parts.append(torch.stack(losses).cpu())  # (K, targets of the batch)
     return torch.cat(parts, 1)
+
+
+def text_losses(
+    model: Any,
+    tokens: np.ndarray,
+    temperatures: Sequence[float] = (1.0,),
+    max_tokens: int | None = None,
+    max_rows: int = sys.maxsize,
+    ranks: Ranks = ONE_RANK,
+) -> Tensor:
+    """Return the cross-entropies (K, n) of a text at K temperatures, like `token_losses`.
+
+    tokens: (n + 1,) uint16; all but the first are targets. max_tokens: of a longer text, read so
+    many tokens in evenly spaced windows. max_rows: most windows in a batch. Each of several ranks
+    reads a share, and all return the losses of the whole text.
+    """
+    num_rows = min(max_rows, model.rows_at_a_time())
+    batches = WholeSplitBatches(
+        tokens, model.config.block_size, num_rows, next(model.parameters()).device, max_tokens
+    )
+    share = ranks.share(len(batches))
+    own_batches = itertools.islice(batches, share.start, share.stop)
+    shown_batches = counted(own_batches, share.stop - share.start, "Evaluating")
+    return torch.cat(ranks.collect(token_losses(model, shown_batches, temperatures)), 1)
 
 
 def perplexity(loss: float) -> float:

@@ -7,7 +7,6 @@ Reads train.bin and val.bin, which data/NAME/prepare.py makes. Writes to out_dir
 Shapes: B sequences of T tokens.
 """
 
-import itertools
 import math
 import time
 from collections.abc import Mapping
@@ -27,12 +26,12 @@ from common.device import (
 )
 from common.distributed import Ranks, parallel, start_ranks
 from common.files import is_hub_name
-from common.log import counted, format_metrics, format_size, print0, start_tracker
+from common.log import format_metrics, format_size, print0, start_tracker
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.corpus import Corpus, open_corpus
-from data_loader import WholeSplitBatches, get_batch, validation_part
-from losses import token_losses
+from data_loader import get_batch, validation_part
+from losses import text_losses
 from metrics.bootstrap import bootstrap_blocks
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
@@ -431,23 +430,18 @@ def measure(
 
     val_loss: of the whole validation split; select_loss: of windows of its select part.
     """
-    device = model.transformer.wte.weight.device
-    block_size = model.config.block_size
     tokens = corpus.val
     max_tokens = None
     if name == "select_loss":
-        tokens = validation_part(tokens, block_size, "select")
+        tokens = validation_part(tokens, model.config.block_size, "select")
         max_tokens = EVAL_TOKENS
-    num_rows = min(settings.batch_size, model.rows_at_a_time())
-    batches = WholeSplitBatches(tokens, block_size, num_rows, device, max_tokens)
-    share = ranks.share(len(batches))
-    own_batches = itertools.islice(batches, share.start, share.stop)
-    shown_batches = counted(own_batches, share.stop - share.start, "Evaluating")
-    with autocast(device, dtype):
-        losses = torch.cat(ranks.collect(token_losses(model, shown_batches)[0]))
-        result: dict[str, Any] = ranks.run_on_rank0(
-            lambda: bootstrap_blocks(name, losses, corpus.interval_tokens, settings.seed)
+    with autocast(ranks.device, dtype):
+        (losses,) = text_losses(
+            model, tokens, max_tokens=max_tokens, max_rows=settings.batch_size, ranks=ranks
         )
+    result: dict[str, Any] = ranks.run_on_rank0(
+        lambda: bootstrap_blocks(name, losses, corpus.interval_tokens, settings.seed)
+    )
     return result
 
 

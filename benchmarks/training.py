@@ -17,14 +17,13 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 
 from benchmarks.compare import as_words, compare, time_python
 from common.files import dataset_folder
 from common.process import run_main
 from common.settings import Errors, Settings, parse_settings, setting
-from data_loader import WholeSplitBatches, open_token_file
-from losses import token_losses
+from data_loader import open_token_file
+from losses import text_losses
 from training.checkpoint import build_model, load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,8 +130,7 @@ def whole_split_loss(path: Path, corpus: Path) -> float:
     """Return the loss of a checkpoint on the whole validation split, in nats per token."""
     model = build_model(load_checkpoint(path), path)
     tokens = open_token_file(corpus / "val.bin", "val", model.config.vocab_size)
-    batches = WholeSplitBatches(tokens, model.config.block_size, 64, torch.device("cpu"))
-    return token_losses(model, batches).mean().item()
+    return text_losses(model, tokens).mean().item()
 
 
 if __name__ == "__main__":

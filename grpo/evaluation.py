@@ -12,15 +12,13 @@ import numpy as np
 import torch
 
 from common.device import autocast
-from common.log import counted
 from corpus.corpus import Corpus
-from data_loader import WholeSplitBatches
 from generation.completions import Completer
 from generation.prompts import draw_prompts
 from grpo.policy_loss import kl_estimate
 from grpo.rewards import named_rewards, sequence_rewards
 from grpo.rollouts import written_mask
-from losses import token_losses
+from losses import text_losses
 from metrics.bootstrap import bootstrap_blocks, bootstrap_mean
 from reward.scorer import RewardScorer
 
@@ -54,11 +52,8 @@ class PolicyEvaluation:
     def __call__(self, completer: Completer) -> dict[str, Any]:
         """Return the figures that docs/reference.md defines: natural loss and fresh completions."""
         policy = completer.model
-        batches = WholeSplitBatches(
-            self.tokens, self.length, policy.rows_at_a_time(), self.device, EVAL_TOKENS
-        )
         with autocast(self.device):
-            losses = token_losses(policy, counted(batches, len(batches), "Evaluating"))[0]
+            (losses,) = text_losses(policy, self.tokens, max_tokens=EVAL_TOKENS)
         figures: dict[str, Any] = bootstrap_blocks(
             "select_loss", losses, self.corpus.interval_tokens, self.seed
         )

@@ -8,23 +8,24 @@ is what the models know. Temperature scaling: Guo et al., "On Calibration of Mod
 (arXiv 1706.04599), section 4.2.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from common.device import float64
-from losses import token_losses
 
 # Ratio of neighbouring temperatures, and steps to either side, of the coarse and the fine search.
 SEARCHES = ((1.15, 5), (1.02, 7))
 
 
-def fit_temperature(model: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return the temperature with the lowest mean loss on batches, which are read twice."""
+def fit_temperature(losses_at: Callable[[Sequence[float]], Tensor]) -> float:
+    """Return the temperature with the lowest mean loss.
+
+    losses_at: returns the losses (K, n) of a text at K temperatures; it is called twice.
+    """
     best = 1.0
     for ratio, steps in SEARCHES:
         temperatures = [best * ratio**step for step in range(-steps, steps + 1)]
-        losses = float64(token_losses(model, batches, temperatures)).mean(1).tolist()
+        losses = float64(losses_at(temperatures)).mean(1).tolist()
         best = temperatures[losses.index(min(losses))]
     return best

@@ -207,7 +207,7 @@ def test_every_file_is_drawn_and_its_imports_are_drawn_below_it():
 
 
 def test_an_import_of_what_is_drawn_above_would_be_noticed():
-    source = "def f():\n    from train import main\nimport losses\nfrom common import files\nfrom . import z\n"
+    source = "def f():\n    from train import main\nimport generation.sampling\nfrom common import files\nfrom . import z\n"
     assert upward_imports("model", ast.parse(source)) == [".", "..z", "train"]
 
 

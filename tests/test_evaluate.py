@@ -23,9 +23,9 @@ from helpers import (
 from common.files import read_json
 from corpus import corpus as corpus_module
 from corpus.corpus import open_corpus
-from data_loader import WholeSplitBatches, validation_part
+from data_loader import validation_part
 from evaluate import calculate_perplexity, save_temperature
-from losses import token_losses
+from losses import text_losses
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 
@@ -53,7 +53,7 @@ def test_figures_are_those_of_the_losses(tmp_path, corpus, generator, natural_mo
     for path in (generator, natural_model):
         model = build_model(load_checkpoint(path), path)
         tokens = validation_part(open_corpus(str(corpus), 2).val, 16, "report")
-        losses[path] = token_losses(model, WholeSplitBatches(tokens, 16, 7))[0]
+        losses[path] = text_losses(model, tokens)[0]
     assert figures["tokens"] == len(losses[generator])
     assert figures["loss"] == pytest.approx(losses[natural_model].mean().item(), abs=1e-6)
     assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))

@@ -8,7 +8,7 @@ import torch
 
 from corpus import corpus as corpus_module
 from corpus.corpus import open_corpus
-from data_loader import WholeSplitBatches, validation_part
+from data_loader import validation_part
 from generation.completions import Completer
 from generation.prompts import draw_prompts
 from grpo import evaluation
@@ -16,7 +16,7 @@ from grpo.rewards import named_rewards, sequence_rewards, token_rewards
 from grpo.rollouts import written_mask
 from grpo.settings import GRPOSettings
 from grpo.stopping import Stops, selection_value
-from losses import token_losses
+from losses import text_losses
 from reward.heads import LikelihoodRewardModel
 from reward.scorer import FunctionScores, RewardScorer, Scores
 from training.checkpoint import build_model, load_checkpoint
@@ -91,7 +91,7 @@ def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
     text = val[: 6 * 16 + 1]  # of 32 blocks the first 6 select
     windows = {tuple(text[start : start + 16].tolist()) for start in range(len(text) - 15)}
     assert all(tuple(row.tolist()) in windows for row in asked.prompts.natural)
-    loss = token_losses(reference, WholeSplitBatches(text, 16, 64, most=64)).mean().item()
+    loss = text_losses(reference, text, max_tokens=64).mean().item()
     assert figures["reference"]["select_loss"] == pytest.approx(loss, abs=1e-6)
 
 

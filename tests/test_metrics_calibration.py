@@ -1,5 +1,7 @@
 """metrics/calibration.py: losses by hand, and models that differ only in sharpness."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -30,8 +32,8 @@ def test_calibration_finds_the_sharpness_of_a_model():
     model, sharper = sharp_model(), sharp_model(2.0)
     ids = model.generate(torch.randint(V, (400, 1)), 7, generator=torch.Generator().manual_seed(1))
     batches = [(part[:, :-1], part[:, 1:]) for part in ids.split(150)]
-    temperature = fit_temperature(model, batches)
-    sharper_temperature = fit_temperature(sharper, batches)
+    temperature = fit_temperature(partial(token_losses, model, batches))
+    sharper_temperature = fit_temperature(partial(token_losses, sharper, batches))
     assert temperature == pytest.approx(1, abs=0.08)
     assert sharper_temperature == pytest.approx(2 * temperature, rel=0.03)
     loss = token_losses(model, batches, [temperature]).mean().item()

@@ -26,6 +26,8 @@ import train
 from common.distributed import Ranks
 from common.log import read_records
 from corpus import corpus as corpus_module
+from data_loader import WholeSplitBatches
+from losses import text_losses, token_losses
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 
@@ -307,10 +309,9 @@ def test_ranks_share_out_an_evaluation_in_batches_that_fit(
     settings = train.TrainSettings(batch_size=96)
     for rank in range(num_ranks):
         train.measure(model, data, settings, Ranks(rank, num_ranks), torch.float32, "val_loss")
-    assert torch.equal(
-        torch.cat(parts), train.token_losses(model, train.WholeSplitBatches(data.val, 16, 3))[0]
-    )
-    assert max(map(len, parts)) <= len(data.val) / num_ranks + 3 * 16
+    expected = token_losses(model, WholeSplitBatches(data.val, 16, 3))
+    assert torch.equal(torch.cat(parts, 1), expected)
+    assert max(part.size(1) for part in parts) <= len(data.val) / num_ranks + 3 * 16
 
 
 @pytest.mark.parametrize("how", [{}, WILD])
@@ -322,7 +323,7 @@ def test_val_loss_is_of_the_kept_checkpoint(options, corpus, generator, how):
     training = checkpoint["training"]
     model = build_model(checkpoint)
     tokens = np.fromfile(corpus / "val.bin", np.uint16)
-    loss = train.token_losses(model, train.WholeSplitBatches(tokens, 16, 9)).mean().item()
+    loss = text_losses(model, tokens).mean().item()
     assert training["val_loss"] == pytest.approx(loss, abs=1e-5)
     final = read_records(path.with_suffix(".jsonl"))[-1]
     assert (final["val_loss"], final["kept_step"]) == (training["val_loss"], training["step"])
