@@ -6,7 +6,6 @@ python run_cycles.py --text my_novel.txt --natural_text other_novels/
 from pathlib import Path
 
 from common.files import write_text
-from common.log import read_records
 from common.process import warn
 from cycles.ledger import Ledger
 from reports import summary, table
@@ -30,9 +29,6 @@ def make_page(ledger: Ledger) -> str:
     """Return the HTML of the page, with the parts that are measured so far."""
     results = Results(ledger)
     folder = ledger.folder
-    log = []
-    if results.cycle:
-        log = read_records(folder / f"base_model_v{results.cycle + 1}.jsonl")
     passages = []
     reward_models = ledger.finished("reward_model")
     if reward_models:
@@ -51,7 +47,7 @@ def make_page(ledger: Ledger) -> str:
         task=results.task,
         generator=results.compared.get("generator"),
         policy=results.compared.get("policy"),
-        pictures=draw_pictures(list(results.compared.values()), log),
+        pictures=draw_pictures(results, folder),
         comparison=table.comparison(results),
         passages=passages,
     )

@@ -8,14 +8,21 @@ matplotlib takes half a second to import: the functions that draw import it.
 import base64
 import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from common.log import read_records
 from cycles.ledger import Record
-from reports.results import Model
+from reports.results import Model, Results
 
 # Okabe and Ito, "Color Universal Design" (2008): distinct for colour-blind readers too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 GREY = "#555555"
+CURVES = {  # of P(natural): label and colour
+    "reward": ("training prompts", COLOURS[0]),
+    "fresh_reward": ("select part", COLOURS[1]),
+    "natural_reward": ("natural text", GREY),
+}
 STYLE = {
     "font.size": 8.5,
     "axes.grid": True,
@@ -24,20 +31,18 @@ STYLE = {
 }
 
 
-def draw_pictures(models: Sequence[Model], records: Sequence[Record]) -> list[str]:
-    """Return two images as sources for HTML, or those that are measured.
-
-    models: those that are compared. records: of the log of the policy's training.
-    """
+def draw_pictures(results: Results, folder: Path) -> list[str]:
+    """Return two images of a run in a folder as sources for HTML, or those that are measured."""
     import matplotlib.style
 
     images = []
-    measured = [model for model in models if "sweep" in model.figures]
+    measured = [model for model in results.compared.values() if "sweep" in model.figures]
     with matplotlib.style.context(["default", STYLE]):  # ignores the user's matplotlibrc
         if measured:
             images.append(image(quality_picture(measured)))
-        if records:
-            images.append(image(progress_picture(records)))
+        if results.cycle:
+            log = read_records(folder / f"base_model_v{results.cycle + 1}.jsonl")
+            images.append(image(progress_picture(log)))
     return images
 
 
@@ -73,20 +78,17 @@ def quality_picture(models: Sequence[Model]) -> Any:
 def progress_picture(records: Sequence[Record]) -> Any:
     """Plot P(natural) over the steps of GRPO, with 95% intervals as a band."""
     axes = new_axes()
-    sampled = [record for record in records if "reward" in record]
-    if sampled:  # --prefixes natural samples no text
-        label = f"training prompts {sampled[-1]['reward']:.4g}"
-        axes.plot(column(sampled, "step"), column(sampled, "reward"), ".-", label=label)
-    measured = [record for record in records if "fresh_reward" in record]
-    steps = column(measured, "step")
-    last = measured[-1]
-    label = f"select part {last['fresh_reward']:.4g}"
-    axes.plot(steps, column(measured, "fresh_reward"), ".-", label=label, color="C1")
-    lows = column(measured, "fresh_reward_low")
-    highs = column(measured, "fresh_reward_high")
-    axes.fill_between(steps, lows, highs, color="C1", alpha=0.2)
-    label = f"natural text {last['natural_reward']:.4g}"
-    axes.axhline(last["natural_reward"], color=GREY, linestyle="--", label=label)
+    for name, (label, colour) in CURVES.items():
+        points = [record for record in records if name in record]
+        if not points:
+            continue
+        steps = column(points, "step")
+        last = f"{points[-1][name]:.4g}"
+        axes.plot(steps, column(points, name), ".-", color=colour, label=f"{label} {last}")
+        if f"{name}_low" in points[0]:
+            lows = column(points, f"{name}_low")
+            highs = column(points, f"{name}_high")
+            axes.fill_between(steps, lows, highs, color=colour, alpha=0.2)
     axes.set(title="P(natural) in steps of GRPO", xlabel="step", ylabel="P(natural)")
     axes.locator_params(axis="x", nbins=5, integer=True)
     axes.legend()

@@ -44,7 +44,7 @@ def expectation(results: Results) -> str:
     return (
         f"Expect text that is hardly more natural: the natural model's loss, {natural:.2f} nats "
         f"per character, is not at least {MIN_NATURAL_GAIN} below the generator's, {own:.2f}. "
-        "Give it more text of the same kind with natural_text, or as natural_dataset."
+        "Give it more text of the same kind with --natural_text or --natural_dataset."
     )
 
 

@@ -7,7 +7,6 @@ import copy
 import html
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,9 +95,19 @@ STAGES = {  # kind, cycle, figures
 }
 
 
+RECORD = {  # of the log of train_grpo.py
+    "step": 0,
+    "fresh_reward": 0.5,
+    "fresh_reward_low": 0.4,
+    "fresh_reward_high": 0.6,
+    "natural_reward": 1,
+}
+
+
 def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
-    """Return the ledger of one cycle; a change is the figures of a stage, or None if it is not
-    finished.
+    """Return the ledger of one cycle in a folder, with the policy's log if that exists.
+
+    A change is the figures of a stage, or None if it is not finished.
     """
     settings = {
         "text": ["plays"],
@@ -108,6 +117,8 @@ def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
         "num_cycles": 1,
     }
     ledger = Ledger(Path(out))
+    if ledger.folder.is_dir():
+        (ledger.folder / "base_model_v2.jsonl").write_text(json.dumps(RECORD) + "\n")
     ledger.about = {
         "settings": settings,
         "titles": {"dataset": ["Twelfth Night"], "natural_dataset": list("abcdefgh")},
@@ -124,17 +135,8 @@ def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
     return ledger
 
 
-RECORD = {  # of the log of train_grpo.py
-    "step": 0,
-    "fresh_reward": 0.5,
-    "fresh_reward_low": 0.4,
-    "fresh_reward_high": 0.6,
-    "natural_reward": 1,
-}
-
-
-def results_of(**changes) -> Results:
-    return Results(make_ledger(**changes))
+def results_of(out: Path | str = "nowhere", **changes) -> Results:
+    return Results(make_ledger(out, **changes))
 
 
 LEARNED = "A model of Twelfth Night was trained with a model of 8 other texts"
@@ -151,9 +153,7 @@ def gained(judge: float | None, unknown: float | None, loss: float, spread=0.02,
         for name, value in changes.items():
             part = model["quality"] if name in model["quality"] else model
             part[name] = value
-    found = sentence(results_of(evaluation_v2=models))
-    assert len(found.split()) <= 25
-    return found.removeprefix(LEARNED)
+    return sentence(results_of(evaluation_v2=models)).removeprefix(LEARNED)
 
 
 def test_sentence_of_what_the_policy_gained():
@@ -220,13 +220,11 @@ def test_figures_are_in_final_units():
     assert generator.differences["judge_loss"] == pytest.approx(1.942 - 2.493)
     assert list(results.compared) == [model.kind for model in results.models]
     assert results.natural["fresh_reward"] == 0.93
-    unlike = {name: copy.deepcopy(model) for name, model in MODELS.items()}
+    unlike = copy.deepcopy(MODELS)
     unlike["base_model_v2"]["quality"]["is_reached"] = False
-    (policy,) = [
-        model for model in results_of(evaluation_v2=unlike).models if model.kind == "policy"
-    ]
-    assert not {"judge_loss", "unknown_words"} & policy.figures.keys()
-    assert policy.figures["temperature"] == 1.5 - 0.606
+    policy = results_of(evaluation_v2=unlike).compared["policy"].figures
+    assert policy["temperature"] == 1.5 - 0.606
+    assert "judge_loss" not in policy and "unknown_words" not in policy
 
 
 def test_a_natural_model_that_is_hardly_better_comes_first():
@@ -239,11 +237,11 @@ def test_a_natural_model_that_is_hardly_better_comes_first():
     assert "the generator's, 2.00. " in lines[0]
 
 
-def test_a_policy_whose_text_is_not_better_has_a_reason():
+def test_a_policy_whose_text_is_not_better_has_a_reason(tmp_path):
     """Beside the generator and plain training, once these are measured."""
     assert reason(results_of()) == ""
     models = {**MODELS, "base_model_v2": evaluated(2.48, 0.2, 1.769, 0.6, 0.1)}
-    ledger = make_ledger(evaluation_v2=models, reward_model_v1=None)
+    ledger = make_ledger(tmp_path, evaluation_v2=models, reward_model_v1=None)
     start = "The policy's text is not shown to be better than"
     chance = (
         f"{start} the generator's: the judge's loss differs by -0.01 (-0.06 to +0.03), and lower "
@@ -310,36 +308,20 @@ def test_a_task(tmp_path, reward, learned):
 
 
 def test_table():
-    rows = {row["model"]: row for row in comparison(results_of())}
-    assert list(rows) == [
-        "generator",
-        "natural model",
-        "policy",
-        "plain training",
-        "GRPO, sampled tokens",
-        "off-policy distillation",
-        "natural text",
+    rows = {row["model"]: list(row.values())[1:] for row in comparison(results_of())}
+    assert rows["natural text"] == ["1.811", "-", "4.6%", "-", "-", "0.930", "-"]
+    assert rows["GRPO, sampled tokens"] == [
+        "1.950 (1.500 to 2.750)",
+        "no difference shown -0.008 (-0.028 to +0.012)",
+        "15.1% (14.1% to 16.1%)",
+        "1.796 (1.500 to 2.250)",
+        "better -0.027 (-0.047 to -0.007)",
+        "0.580",
+        "15",
     ]
-    assert rows["natural text"] == {
-        **dict.fromkeys(rows["natural text"], "-"),
-        "model": "natural text",
-        "judge's loss of its text": "1.811",
-        "unknown words": "4.6%",
-        "P(natural)": "0.930",
-    }
-    assert rows["GRPO, sampled tokens"] == {
-        "model": "GRPO, sampled tokens",
-        "judge's loss of its text": "1.950 (1.500 to 2.750)",
-        "the policy's text is": "no difference shown -0.008 (-0.028 to +0.012)",
-        "unknown words": "15.1% (14.1% to 16.1%)",
-        "loss on unseen text": "1.796 (1.500 to 2.250)",
-        "the policy's loss is": "better -0.027 (-0.047 to -0.007)",
-        "P(natural)": "0.580",
-        "seconds": "15",
-    }
-    assert rows["policy"]["the policy's text is"] == "-"
-    assert rows["off-policy distillation"]["the policy's text is"].startswith("worse +0.057 (")
-    assert [row["seconds"] for row in rows.values()] == ["5", "5", "15", "5", "15", "15", "-"]
+    assert rows["policy"][1] == "-"
+    assert rows["off-policy distillation"][1].startswith("worse +0.057 (")
+    assert [row[-1] for row in rows.values()] == ["5", "5", "15", "5", "15", "15", "-"]
 
 
 def test_table_of_an_unfinished_run():
@@ -387,7 +369,7 @@ def test_a_damaged_ledger_is_refused(tmp_path, contents):
         Ledger(tmp_path)
 
 
-def test_pictures():
+def test_pictures(tmp_path):
     """Records may lack figures, and matplotlib's settings stay."""
     import matplotlib
 
@@ -395,30 +377,23 @@ def test_pictures():
     axes = progress_picture([{"step": 1, "kl_mixture": 2.0}, RECORD]).axes[0]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["select part 0.5", "natural text 1"]
-    models = results_of().models
-    assert len(draw_pictures(models, [RECORD])) == 2
+    assert len(draw_pictures(results_of(tmp_path), tmp_path)) == 2
+    assert draw_pictures(results_of(evaluation_v2=None, controls_v2=None), tmp_path) == []
     assert dict(matplotlib.rcParams) == before
-    assert draw_pictures([replace(models[0], figures={})], []) == []
 
 
-class Bytes:
-    """A tokenizer whose tokens are bytes."""
-
-    def decode(self, ids: np.ndarray) -> str:
-        return bytes(ids.tolist()).decode("utf-8", "replace")
-
-
-def by_token(tokenizer: Bytes | TokenizationManager, ids: np.ndarray) -> list[str]:
-    return pieces(tokenizer.decode, ids, range(1, len(ids) + 1))
+def decode(ids: np.ndarray) -> str:
+    """Return the text of tokens that are bytes."""
+    return bytes(ids.tolist()).decode("utf-8", "replace")
 
 
 def test_pieces_of_characters_of_several_tokens():
-    text = "a\u00e9\u20ac b"
-    ids = np.frombuffer(text.encode(), np.uint8)
-    assert by_token(Bytes(), ids) == ["a", "", "\u00e9", "", "", "\u20ac", " ", "b"]
-    # A row that begins and ends within a character, and a character that never ends.
-    assert by_token(Bytes(), ids[2:5]) == ["", "\ufffd", "\ufffd"]
-    assert by_token(Bytes(), np.array([0xE2, 97])) == ["", "\ufffda"]
+    ids = np.frombuffer("a\u00e9\u20ac b".encode(), np.uint8)
+    expected = ["a", "", "\u00e9", "", "", "\u20ac", " ", "b"]
+    assert pieces(decode, ids, range(1, 9)) == expected
+    assert pieces(decode, ids, [4, 8]) == ["a\u00e9", "\u20ac b"]
+    # A row that begins and ends within a character
+    assert pieces(decode, ids[2:5], [1, 2, 3]) == ["", "\ufffd", "\ufffd"]
 
 
 def test_pieces_of_learned_tokens_lose_no_text():
@@ -426,7 +401,7 @@ def test_pieces_of_learned_tokens_lose_no_text():
 
     @given(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
     def lose_nothing(ids):
-        found = by_token(tokenizer, np.array(ids))
+        found = pieces(tokenizer.decode, np.array(ids), range(1, len(ids) + 1))
         assert len(found) == len(ids)
         assert "".join(found) == tokenizer.decode(ids)
 
@@ -438,10 +413,9 @@ def test_passages(reward_data, predictive_reward_model, reward_model):
     dataset = RewardDataset(reward_data, "val")
     N = dataset.block_size
     assert len(passages) == 2
-    labels = {round(float(share) * N) for share in dataset.y[:, 0]}
     for passage in passages:
         assert len(passage.tokens) == len(passage.natural) == N
-        assert passage.crossover in labels
+        assert 0 < passage.crossover < N
         assert passage.predicted == pytest.approx(sum(passage.natural), abs=1e-3)
         assert all(0 <= probability <= 1 for probability in passage.natural)
     assert passages == read_passages(reward_data, predictive_reward_model)
@@ -455,7 +429,6 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     ledger = make_ledger(tmp_path)
     (tmp_path / "reward_data_v1").symlink_to(reward_data)
     (tmp_path / "reward_model_v1.pt").symlink_to(predictive_reward_model)
-    (tmp_path / "base_model_v2.jsonl").write_text(json.dumps(RECORD) + "\n")
     results = Results(ledger)
     page = make_page(ledger)
     assert f"<h1>{html.escape(sentence(results))}</h1>" in page
@@ -467,14 +440,9 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     assert 'title="P(natural) 0.606">e</span>&lt;/div&gt;&lt;script&gt;' in page
     assert "<script" not in page
     assert page.count('<b class="k" dir="ltr">K</b>') == 2
-    assert page.count('class="text"') == page.count('class="text" dir="auto"') > 8
-    shares = re.findall(r"--p: ([\d.]+)", page)
-    assert shares and all(0 <= float(share) <= 1 for share in shares)
     # quality and diversity, P(natural) in steps of GRPO
     assert page.count("data:image/png;base64,") == 2
     assert not re.search(r"(src|href)=\"?http", page)
-    passages = read_passages(tmp_path / "reward_data_v1", tmp_path / "reward_model_v1.pt")
-    assert all(f"K is after {passage.crossover} tokens" in page for passage in passages)
 
 
 def test_page_with_missing_parts(tmp_path, capsys):
