@@ -26,8 +26,8 @@ from common.settings import Errors, Settings, parse_settings, setting
 from corpus.corpus import Corpus, open_corpus
 from data_loader import open_token_file, validation_part
 from generation.completions import Completer
-from generation.prompts import spread_prompts
-from grpo.evaluation import PolicyEvaluation
+from generation.prompts import Prompts, draw_prompts, spread_prompts
+from grpo.evaluation import EVAL_SAMPLES, measure_completions
 from losses import perplexity, text_losses, token_losses
 from metrics.bootstrap import block_means, bootstrap_blocks, format_figure
 from metrics.calibration import fit_temperature
@@ -35,9 +35,9 @@ from metrics.reward_skill import better_than_constant
 from metrics.text_quality import TextQuality
 from model import GPT
 from reports.text_page import open_page, present_text
-from reward.heads import build_reward_model, load_reward_model
-from reward.scorer import RewardScorer
-from reward.user_function import RESERVED_ENDINGS, check_functions, load_functions
+from reward.heads import build_reward_model
+from reward.scorer import RewardScorer, load_scorer
+from reward.user_function import RESERVED_ENDINGS
 from tokenization_manager import TokenizationManager, pieces
 from training import checkpoint as ckpt
 
@@ -98,7 +98,6 @@ class EvaluateSettings(Settings):
             what = f"{name} needs a baseline, the generator that GRPO started from"
             is_used = not getattr(self, name) or self.baseline is not None
             errors.check(is_used, what, "Pass it with --baseline")
-        check_functions(self.reward_function, self.function_weight, errors)
         is_used = self.samples is not None or self.word_dataset is None
         errors.check(is_used, "word_dataset needs samples", "Pass --samples, or leave it out")
 
@@ -137,7 +136,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     reward_model = None
     if settings.reward_model_path is not None or settings.reward_function:
         fresh_text = load_fresh_text(settings, corpus, tokens, device)
-        reward_model = fresh_text.scorer.reward_model
+        reward_model = fresh_text[0].reward_model
 
     @functools.cache
     def quality_at(length: int) -> TextQuality:
@@ -168,7 +167,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
                 if figures["quality"]["is_reached"]:
                     save_temperature(path, temperature, settings.output_path)
             if fresh_text is not None:
-                figures.update(fresh_text.of_completions(completer))
+                figures.update(measure_completions(model, *fresh_text, SEED))
         print0(f"{path}:")
         print_figures(figures)
     if settings.output_path is not None:
@@ -344,23 +343,24 @@ def load_fresh_text(
     corpus: Corpus,
     tokens: np.ndarray,
     device: torch.device,
-) -> PolicyEvaluation:
-    """Load what scores completions of prompts from `tokens`: models, and reward functions."""
+) -> tuple[RewardScorer, Prompts]:
+    """Load what scores fresh text, models and reward functions; draw its prompts from `tokens`."""
     baseline_path = str(settings.baseline)
     baseline = ckpt.load_checkpoint(baseline_path)
-    reference = ckpt.build_model(baseline, baseline_path, device)
-    path = settings.reward_model_path
-    reward_model = None
-    if path is not None:
-        contents = ckpt.load_checkpoint(path)
-        reward_model = load_reward_model(contents, path, baseline, baseline_path, device)
-    functions = load_functions(
-        settings.reward_function, settings.function_weight, corpus.tokenizer.decode
+    scorer = load_scorer(
+        baseline,
+        baseline_path,
+        corpus,
+        settings.reward_model_path,
+        settings.reward_function,
+        settings.function_weight,
+        device,
     )
-    scorer = RewardScorer(reward_model, reference, functions)
+    length = baseline["config"].block_size
     if settings.part != "whole":
-        tokens = validation_part(tokens, reference.config.block_size, settings.part)
-    return PolicyEvaluation(scorer, corpus, SEED, "fresh", tokens, FRESH_PROMPTS)
+        tokens = validation_part(tokens, length, settings.part)
+    prompts = draw_prompts(tokens, length, FRESH_PROMPTS, EVAL_SAMPLES, SEED, "eval", "fresh")
+    return scorer, prompts
 
 
 def main() -> None:

@@ -40,15 +40,15 @@ from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
 from cycles.ledger import Ledger, Record
 from cycles.plan import Stage, make_plan
 from evaluate import EvaluateSettings
-from grpo.settings import GRPOSettings
 from metrics.reward_skill import better_than_constant
 from reports.page import write_page
 from reports.results import Results
 from reports.summary import expectation, headline
-from reward.user_function import RewardFunction, execute_file
+from reward.user_function import execute_file, load_functions
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager
 from train import FurtherTrainSettings, TrainSettings
+from train_grpo import GRPOSettings
 from train_reward_model import RewardModelSettings
 from training.checkpoint import load_checkpoint
 
@@ -209,11 +209,12 @@ def check_plan(plan: Sequence[Stage], sections: Mapping[str, Any], given: Collec
     given: the options on the command line, as SECTION.OPTION.
     """
     errors = Errors()
-    for function in sections["train_grpo"].reward_function or ():
-        try:
-            RewardFunction(function)  # executes the file, as GRPO will after the other stages
-        except UserError as error:
-            errors.check(False, f"train_grpo: {first_line(error)}")
+    task = sections["train_grpo"]
+    try:
+        # Executes the files, as GRPO will after the other stages.
+        load_functions(task.reward_function, task.function_weight)
+    except UserError as error:
+        errors.check(False, f"train_grpo: {first_line(error)}")
     corpus = dataset_folder(sections["run_cycles"].dataset)
     planned = {f"{corpus}/train.bin", f"{corpus}/val.bin"}
     planned.update(str(stage.artefact) for stage in plan)

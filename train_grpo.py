@@ -2,68 +2,212 @@
 
     python train_grpo.py --base_model_path base_model_v1.pt --reward_model_path reward_model_v1.pt
 
-Reads a generator, a reward model and/or reward functions of yours, and natural text for prompts.
-Writes the improved generator and one JSON record per step.
+At each position of a text that the policy has written, the default compares all possible next
+tokens, where GRPO compares a group of sampled completions. This is the expectation of GRPO's update
+over the next token, and equals on-policy distillation: it descends KL(policy || m) at the policy's
+own prefixes, m the reward model's mixture of a natural model p and the policy's start q. The forms
+that sample are --credit token and sequence, and the rewards of your own functions.
 
 Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) repeats these steps:
 
-    sample      the policy pi_old completes each of P prompts G times: a group o_1 .. o_G
-    score       frozen models read each completion: is it natural, and how probable is it under
-                the start pi_ref? The rewards r_1 .. r_G follow from the scores
-    advantages  compare a reward with its group: A_i = (r_i - mean(r)) / std(r), 0 for equal r;
-                with several rewards, A is the weighted sum of the advantages of each
-    update      take steps up the gradient of the objective (equation 3)
-                mean over i, t of  min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon) A) - beta KL,
-                ratio = pi(token t of o_i) / pi_old(token t of o_i), KL estimated at the sampled
-                tokens (k3). With a likelihood head, credit=auto is exact: without advantages, the
-                update descends KL(pi || m) over the whole vocabulary; m is the head's mixture.
-                Reward functions have no distribution: their advantages enter the objective above
-    evaluate    measure the policy on other prompts; the best evaluated policy is kept, with
-                functions the last
+    sample      the policy pi_old completes each of P prompts G times (G is 1 in the default)
+    score       frozen models read the completions: log q and log m of each token, P(natural) of
+                each text; a likelihood head's reward of a token is log(m / pi_old)
+    update      exact:   descend KL(pi || m) = -E[log(m / pi)] over all next tokens
+                sampled: descend -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon) A) + beta KL,
+                         ratio = pi / pi_old of the sampled token, and its advantage A is its
+                         reward relative to its group, (r - mean) / std
+                both:    with a reward model and functions of yours, which have no distribution
+    evaluate    measure the policy on other prompts; keep the best one, with functions the last
+
+Reads a generator, a reward model and/or reward functions, and natural text for prompts. Writes the
+improved generator and one JSON record per step.
 
 Shapes: P prompts (prompts_per_step), G completions of each (group_size), R = P * G rows, N tokens
-in a row (block_size of the generator), V token ids. A row is a prompt of 1 to N / 2 tokens and its
-completion up to N tokens. Nothing predicts the first token of a row, so tensors of predictions are
-(R, N - 1): column t belongs to token t + 1.
+in a row (block_size of the generator), m tokens that follow the prompts of some rows, C channels. A
+row is a prompt of 1 to N / 2 tokens and its completion up to N tokens. Nothing predicts the first
+token of a row: column t of a tensor (R, N - 1) belongs to token t + 1.
 """
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from common.device import select_device, select_dtype
-from common.log import format_size, print0, read_records, start_tracker
-from common.process import require, run_main, warn
-from common.settings import parse_settings
-from corpus.corpus import Corpus, open_corpus
-from data_loader import validation_part
-from generation.completions import Completer
-from grpo.evaluation import PolicyEvaluation
-from grpo.rewards import compute_advantages, step_figures
-from grpo.rollouts import sample
-from grpo.settings import GRPOSettings, resolve
+from common.device import autocast, select_device, select_dtype
+from common.log import format_size, print0, start_tracker
+from common.process import require, run_main
+from common.settings import Errors, Settings, parse_settings, setting
+from corpus.corpus import open_corpus
+from grpo.evaluation import evaluate_policy
+from grpo.exact import exact_divergence
+from grpo.rollouts import Rollouts, sample
+from grpo.sampled import (
+    clipped_loss,
+    compute_advantages,
+    kl_estimate,
+    kl_of_step,
+    mean_of_tokens,
+    mean_over_mask,
+    probability_ratio,
+    sampled_log_probs,
+    step_figures,
+)
 from grpo.stopping import Stops, selection_value
-from grpo.update import Updater
-from metrics.bootstrap import MIN_BLOCKS, format_figure
-from metrics.reward_skill import better_than_constant
-from model import GPT
-from reward.heads import load_reward_model
-from reward.scorer import RewardScorer
-from reward.user_function import load_functions
-from training.checkpoint import build_model, check_tokenizer, load_checkpoint, save_checkpoint
-from training.lineage import check_splits
-from training.optimizers import Best, Schedule
+from reward.scorer import RewardScorer, Scores, load_scorer, micro_batches
+from training.checkpoint import build_model, load_checkpoint, save_checkpoint
+from training.optimizers import Best, Schedule, make_optimizers, take_step
 from training.run import RESUME_HINT, Run
 
+DEFAULT_BETA = 0.04  # weight of the KL to the start if the reward contains no KL
+DEFAULT_GROUP = 8  # completions of a prompt, where they are compared
+GRAD_CLIP = 1.0  # largest gradient norm
 WARMUP = 0.05  # share of the steps in which the learning rate rises: Adam's first steps are long
-FIGURES_SHOWN = ("reward", "function_reward", "kl_start", "group_std")  # beside the progress bar
-FLAT_NOTE = (
-    "the rewards of every group are equal: they provide no gradient in this step; use more "
-    "completions, or finer rewards"
-)
+
+
+@dataclass
+class GRPOSettings(Settings):
+    """Train a generator with GRPO so that a frozen reward model rates its text as natural."""
+
+    base_model_path: str | None = setting(None, model_file="required", changeable=True)
+    """the generator: the policy's start and the reference of the KL (required)"""
+    reward_model_path: str | None = setting(None, model_file="optional", changeable=True)
+    """checkpoint of the reward model (required without a reward_function)"""
+    dataset: str = setting("shakespeare_char", changeable=True)
+    """folder of train.bin (prompts) and val.bin (evaluation), or its name in data/"""
+    output_path: str = setting("logs/grpo_model.pt", changeable=True)
+    """file for the improved generator; the records are written next to it (.jsonl)"""
+    init_from: Literal["scratch", "resume"] = setting("scratch", changeable=True)
+    """scratch, or resume an interrupted run of the same settings"""
+    overwrite: bool = setting(False, changeable=True)
+    """replace an output that exists"""
+    allow_unpredictive_reward: bool = setting(False, changeable=True)
+    """continue if R2 of the reward model may be 0, or is not recorded"""
+    prompts_per_step: int = setting(16, minimum=1)
+    """prompts (groups) per step"""
+    group_size: int | None = setting(None, minimum=1)
+    """completions per prompt, at least 2 to compare; None: 1 for credit=exact without a function,
+    else 8"""
+    max_steps: int = setting(100, minimum=1, changeable=True)
+    """maximum number of steps"""
+    updates_per_step: int = setting(1, minimum=1)
+    """passes over the completions of a step; the clipped ratio matters from the second pass on"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for matrices in the blocks, at 5 times the learning rate; AdamW for the rest"""
+    learning_rate: float = setting(3e-4, above=0)
+    """peak learning rate of AdamW"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """after a warm-up of 5 % of max_steps; linear and cosine reach 0 at max_steps"""
+    reward: Literal["evidence", "natural"] = "evidence"
+    """evidence log(m/q) minus the KL to the start (likelihood head), or P(natural)"""
+    reward_function: tuple[str, ...] | None = None
+    """FILE.py:NAME ..., used instead of or with the reward model; the files are executed"""
+    function_weight: tuple[float, ...] | None = None
+    """weight of the advantages of each reward function; None: 1 each"""
+    credit: Literal["auto", "token", "sequence", "exact"] = "auto"
+    """auto: exact (over the vocabulary) if the reward allows it, else sequence"""
+    prefixes: Literal["own", "natural"] = "own"
+    """with credit=exact: completions of the policy, or natural text (off-policy distillation)"""
+    epsilon: float = setting(0.2, above=0)
+    """clip the ratio to the range from 1 - epsilon to 1 + epsilon"""
+    beta: float | None = setting(None, minimum=0)
+    """weight of the KL to the start in the loss; None: 0 if the reward contains that KL, else
+    0.04"""
+    reward_threshold: float = setting(0.9, minimum=0, maximum=1, changeable=True)
+    """stop when the mean P(natural) over a tenth of max_steps (at most 10 steps) reaches this"""
+    eval_interval: int = setting(10, minimum=1)
+    """steps between evaluations of natural loss and fresh completions"""
+    tracker: Literal["none", "wandb", "tensorboard"] = setting("none", changeable=True)
+    """also send the records to Weights & Biases or TensorBoard (pip install it first)"""
+    device: str = setting("auto", changeable=True)
+    """auto, cpu, cuda, cuda:N or mps; bfloat16 on CUDA, else float32"""
+    seed: int = setting(42, minimum=0)
+    """seed of prompts and completions"""
+
+    @property
+    def is_exact_alone(self) -> bool:
+        """Return whether nothing compares sampled completions."""
+        return self.credit == "exact" and not self.reward_function
+
+    def check_settings(self, errors: Errors) -> None:
+        """Note options that have no effect beside others, and options that are missing."""
+        is_sampled = self.credit in ("token", "sequence")
+        unused = (  # where it applies, the options without effect, why
+            (self.credit == "exact", ("reward", "beta"), "credit=exact"),
+            (self.is_exact_alone, ("epsilon",), "credit=exact, but not with credit=token"),
+            (is_sampled, ("prefixes",), f"credit={self.credit}"),
+            (bool(self.reward_function), ("prefixes",), "a reward_function"),
+            (
+                not self.reward_model_path,
+                ("reward_threshold", "reward"),
+                "a reward_function and no reward model",
+            ),
+            (
+                self.prefixes == "natural",
+                ("reward_threshold",),
+                "prefixes=natural, which samples no text to reward",
+            ),
+        )
+        for applies, names, reason in unused:
+            for name in names:
+                value = getattr(self, name)
+                errors.check(
+                    not applies or value == getattr(GRPOSettings, name),
+                    f"{name}={value} is ignored with {reason}",
+                    f"Leave out {name}",
+                )
+        has_function = self.reward_function and self.credit != "exact"
+        errors.check(
+            bool(has_function or self.reward_model_path),
+            "reward_model_path is required",
+            "Pass the checkpoint with --reward_model_path, or your function with --reward_function",
+        )
+        may_be_exact = self.credit in ("auto", "exact") and not self.reward_function
+        errors.check(
+            may_be_exact or self.group_size != 1,
+            f"group_size=1 leaves credit={self.credit} nothing to compare",
+            "Use --group_size 2 or more, or --credit exact without a reward_function",
+        )
+        errors.check(
+            Path(self.output_path).suffix == ".pt",
+            f"output_path={self.output_path}: the name of a model must end in .pt",
+            "Choose another name",
+        )
+
+    def resolved(self, is_ratio: bool) -> "GRPOSettings":
+        """Return the settings with the values that depend on the reward model's head.
+
+        is_ratio: the head compares two models, so that it has evidence of each token. With it,
+        credit=auto becomes exact; P(natural) has no sum over the vocabulary. Raise UserError if the
+        reward lacks what the settings ask for.
+        """
+        has_evidence = is_ratio and self.reward == "evidence"
+        settings = replace(self)
+        if self.credit == "auto":
+            settings.credit = "exact" if has_evidence else "sequence"
+            errors = Errors()
+            settings.check_settings(errors)
+            errors.raise_if_any()
+        require(
+            has_evidence or settings.credit == "sequence" or self.reward_model_path is None,
+            f"credit={self.credit}: {self.reward_model_path} has no per-token rewards; "
+            "use --credit auto, or the evidence of a reward model with a likelihood head",
+        )
+        if not has_evidence:
+            settings.reward = "natural"
+        if self.beta is None:
+            settings.beta = 0.0 if has_evidence else DEFAULT_BETA
+        group_size = self.group_size or DEFAULT_GROUP
+        if self.group_size is None and settings.is_exact_alone:
+            group_size = 1
+        settings.group_size = group_size
+        if self.prefixes == "natural":  # each row has a prompt of its own
+            settings.group_size = 1
+            settings.prompts_per_step = self.prompts_per_step * group_size
+        return settings
 
 
 def main() -> None:
@@ -74,199 +218,168 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
     """Train a policy; return the record of its training: steps, stop_reason, kept_step, losses."""
     device = select_device(settings.device)
 
-    # The policy pi learns. The scorer holds frozen models: the reward model, if there is one, and
-    # pi_ref, the policy's start. pi_old is pi at the beginning of a step: no copy of it is kept,
-    # only its log-probabilities. No model has dropout.
+    # The policy pi learns. The scorer holds frozen models: q, the policy's start, and the reward
+    # model, if there is one. pi_old is pi at the beginning of a step: no copy of it is kept, only
+    # its log-probabilities. No model has dropout.
     base_path = str(settings.base_model_path)
     base = load_checkpoint(base_path)
     corpus = open_corpus(settings.dataset, base["config"].block_size + 1)
-    check_tokenizer(base, corpus.tokenizer)
-    check_splits(base["data"], corpus.record, is_allowed=True)
-    scorer = load_scorer(settings, base, corpus, device)
-    policy = build_model(base, base_path, device)
-    completer = Completer(policy, policy.config.block_size)
-    settings = resolve(settings, scorer.is_ratio)
-    print_choices(settings, policy, scorer, device)
-
-    # Prompts come from the training split. A part of the validation split selects; evaluate.py
-    # reports on another.
-    training = Run(settings.output_path, settings)
-    name = training.output.stem
-    training.records.tracker = start_tracker(
-        settings.tracker, training.output, asdict(settings), "crossover", name
+    scorer = load_scorer(
+        base,
+        base_path,
+        corpus,
+        settings.reward_model_path,
+        settings.reward_function,
+        settings.function_weight,
+        device,
+        settings.allow_unpredictive_reward,
     )
-    select = validation_part(corpus.val, policy.config.block_size, "select")
-    evaluate = PolicyEvaluation(scorer, corpus, settings.seed, "select", select)
+    policy = build_model(base, base_path, device)
+    settings = settings.resolved(scorer.is_ratio)
+    P = settings.prompts_per_step
+    G = settings.group_size
+    assert G is not None  # resolved
+    scorer.gives_evidence = settings.reward == "evidence"
+    print_choices(settings, policy.num_parameters(), scorer, device)
+    training = Run(settings.output_path, settings)
+    training.records.tracker = start_tracker(
+        settings.tracker, training.output, asdict(settings), "crossover", training.output.stem
+    )
 
-    # What learns, and what the saved state contains. In a resumed run, Run has read the state
-    # and `track` loads it into these objects; then the schedule has its original length.
-    stops = Stops(settings, corpus.characters_per_token)
-    update = Updater(policy, scorer.reward_model, settings, device, stops.cap("kl_step"))
+    # What learns, and what the saved state contains. In a resumed run, `track` loads the state into
+    # these objects; then the schedule has its original length.
+    stops = Stops(
+        settings.max_steps,
+        settings.reward_threshold,
+        corpus.characters_per_token,
+        has_function=bool(scorer.functions),
+        is_in_nats=scorer.gives_evidence,
+    )
+    optimizers = make_optimizers(policy, settings.optimizer, settings.learning_rate, 0.0)
     schedule = Schedule(settings.lr_schedule, settings.max_steps, int(WARMUP * settings.max_steps))
     best = Best()
-    training.track(policy=policy, optimizers=update.optimizers, schedule=schedule)
-    training.track(stops=stops, best=best)
+    training.track(policy=policy, optimizers=optimizers, schedule=schedule, stops=stops, best=best)
     schedule.check_num_steps("max_steps", settings.max_steps)
     if not training.is_resumed:
-        figures = evaluate(completer)
-        stops.start(figures)
-        best.update(selection_value(figures, 0), 0, policy.state_dict().items(), figures)
-        training.log(0, **figures)
+        start = evaluate_policy(policy, scorer, corpus, settings.seed)
+        stops.evaluation(start)
+        best.update(selection_value(start, 0), 0, policy.state_dict().items(), start)
+        training.log(0, **start)
         training.save(0)
-    warned_of_flat_groups = False
 
     for step in training.steps(settings.max_steps, stops.reason):
-        # Sample: draw P prompts, (P, N) natural text with one prompt length each, and complete each
-        # of them G times: (P, G, N) ids become rows, ids (R, N) int64. Sampling notes log pi_old
-        # (R, N - 1) float32; mask (R, N - 1) bool says which tokens follow a prompt. Only these are
-        # rewarded and learned. (With credit=exact, prefixes=natural makes the rows natural text
-        # after a prompt: then G is 1, and there is no log pi_old.)
-        rollouts = sample(completer, corpus.train, settings, step + 1, device)
-
-        # Score: the models read the rows, prompts included, and return log pi_ref (R, N - 1) and
-        # P(natural) (R,), all float32. A likelihood head also returns the evidence (R, N - 1):
-        # log(m / pi_ref) of each token, where m is the head's mixture of pi_ref and a natural
-        # model. Each reward function returns (R,). credit=exact also needs the
-        # head's hidden states before each token, (M, C) for the M tokens in the mask.
-        keep_hidden = settings.credit == "exact"
-        scores = scorer(rollouts.ids, rollouts.mask, keep_hidden)
-
-        # Advantages: first the rewards, (R, N - 1) of tokens or (R,) of rows. A likelihood head
-        # rewards a token with log(m / pi_ref) - log(pi_old / pi_ref) = log(m / pi_old), and a row
-        # with the mean of its tokens; other heads reward a row with P(natural). Then each reward is
-        # compared with those of its group, the G rows of the same prompt: token t with the group's
-        # tokens t. The result is (R, N - 1); if rows were compared, all tokens of a row share their
-        # advantage. Each function is compared by itself, and its advantages are multiplied by its
-        # weight; `advantages` is the sum. With credit=exact (what auto chooses with a likelihood
-        # head) it has no part of the model, and is None without functions: the update computes the
-        # expectation over all V next tokens instead of comparing sampled ones.
-        advantages = compute_advantages(rollouts, scores, settings)
-        figures = step_figures(rollouts, scores, advantages, settings)
-        if figures.get("flat_groups") == 1 and not warned_of_flat_groups:
-            warn(FLAT_NOTE)
-            warned_of_flat_groups = True
-
-        # The figures may end the run, after this step and its evaluation.
+        # Sample: complete P prompts G times: ids (R, N), mask (R, N - 1), log pi_old (R, N - 1).
+        # With prefixes=natural take natural text, without log pi_old.
+        rollouts = sample(policy, corpus.train, settings.prefixes, P, G, settings.seed, step + 1)
+        # Score: log q and log(m / q) of tokens (R, N - 1); P(natural) and functions of rows (R,).
+        scores = scorer(rollouts.ids, rollouts.mask, keep_hidden=settings.credit == "exact")
+        # Compare sampled rewards within groups: (R, N - 1), 0 for what exact credit compares below.
+        advantages = compute_advantages(rollouts, scores, scorer.functions, settings.credit, G)
+        figures: dict[str, Any] = {}
+        if settings.prefixes == "own":
+            figures.update(step_figures(rollouts, scores, advantages, G))
         stops.step(figures)
+
+        # Update the policy, until it is too far from the one that sampled.
+        optimizers.set_learning_rate_factor(schedule.factor(step))
+        figures["learning_rate"] = optimizers.learning_rate
+        for number in range(settings.updates_per_step):
+            figures.update(add_gradients(policy, scorer, rollouts, scores, advantages, settings))
+            if number > 0 and figures.get("kl_update", 0.0) > stops.cap("kl_step"):
+                optimizers.zero_grad()
+                break
+            figures["gradient_norm"] = take_step(policy, optimizers, GRAD_CLIP)
+            figures["updates"] = number + 1
+
+        # Evaluate: natural loss and fresh text. The best policy that exceeds no cap is kept.
         num_steps = step + 1
-        is_last = num_steps == settings.max_steps or stops.reason() is not None
+        is_last = num_steps == settings.max_steps or stops.reason() != ""
         is_evaluated = is_last or num_steps % settings.eval_interval == 0
-
-        # Update: log pi (R, N - 1) of the same tokens, with gradient, gives the ratio to pi_old.
-        # With the advantages, the ratio gives the loss of each token (R, N - 1), and these the mean
-        # () over tokens, then over rows. (With credit=exact the loss of a token is instead
-        # KL(pi || m) over the V tokens that could stand in its place; the loss by the advantages of
-        # functions is added to it.) Gradients are summed over micro-batches of rows; then AdamW
-        # takes a step. This happens at most updates_per_step times: a KL from pi_old above the cap
-        # ends the updates of a step.
-        figures.update(update(rollouts, scores, advantages, schedule.factor(step)))
-
-        # Evaluate: the loss on natural text, and fresh completions of the same prompts each time.
-        # A policy that exceeds a cap (on its KL, or on that loss) ends the run and is not kept. Of
-        # the others, the start included, the one with the lowest selection value is kept; with
-        # functions, the last one.
         if is_evaluated:
-            # If the updates of this step ended early, its KL is already in kl_update.
-            if (
-                rollouts.old_log_probs is not None
-                and figures["updates"] == settings.updates_per_step
-            ):
-                figures["kl_step"] = update.kl_of_step(rollouts)
-            evaluation = evaluate(completer)
+            if settings.prefixes == "own" and figures["updates"] == settings.updates_per_step:
+                figures["kl_step"] = kl_of_step(policy, rollouts)  # else it is in kl_update
+            evaluation = evaluate_policy(policy, scorer, corpus, settings.seed)
             figures.update(evaluation)
             stops.evaluation(figures)
             if not stops.broken_cap:
                 value = selection_value(evaluation, num_steps)
                 best.update(value, num_steps, policy.state_dict().items(), evaluation)
-
         training.log(num_steps, quiet=not is_evaluated, **figures)
-        shown = {name: f"{figures[name]:.3f}" for name in FIGURES_SHOWN if name in figures}
-        training.bar.set_postfix(shown, refresh=False)
+        training.bar.set_postfix(loss=f"{figures['loss']:.3f}", refresh=False)
         if is_evaluated:
             training.save(num_steps)
 
-    return write_policy(training, best, stops, scorer, base, settings, device)
+    best.restore(policy)
+    record = {
+        "steps": training.step,
+        "stop_reason": training.reason,
+        "kept_step": best.at,
+        "select_loss": best.figures["select_loss"],
+        "start_select_loss": stops.start_loss,
+    }
+    write_policy(policy, base, record, settings)
+    return record
 
 
-def load_scorer(
-    settings: GRPOSettings, base: dict[str, Any], corpus: Corpus, device: torch.device
-) -> RewardScorer:
-    """Load the reward model, the reference and the reward functions; check that they fit."""
-    base_path = str(settings.base_model_path)
-    reference = build_model(base, base_path, device)
-    require(
-        reference.config.block_size >= 2,
-        f"{base_path} has block_size 1, so there is nothing to complete; use 2 or more",
-    )
-    reward_model = None
-    if settings.reward_model_path is not None:
-        contents = load_checkpoint(settings.reward_model_path)
-        reward_model = load_reward_model(
-            contents, settings.reward_model_path, base, base_path, device
-        )
-        check_skill(contents["training"] or {}, settings)
-    return RewardScorer(
-        reward_model,
-        reference,
-        functions=load_functions(
-            settings.reward_function, settings.function_weight, corpus.tokenizer.decode
-        ),
-        gives_evidence=settings.reward == "evidence",
-    )
-
-
-def check_skill(training: Mapping[str, Any], settings: GRPOSettings) -> None:
-    """Raise UserError if the reward model, by its record, is not shown to beat a constant.
-
-    Warn instead if allow_unpredictive_reward is set. Warn if it was measured on other than plain
-    samples.
-    """
-    path = settings.reward_model_path
-    temperature = training.get("temperature", "1.0")
-    top_k = training.get("top_k")
-    if temperature != "1.0" or top_k is not None:
-        warn(
-            f"{path} was made from reward data of temperature {temperature} and top_k {top_k}: "
-            "its R2 may not hold for the policy, which samples at temperature 1 from all tokens"
-        )
-    skill = training.get("skill") or {}
-    if not skill.keys() >= {"r2", "r2_low", "r2_high", "num_blocks"}:
-        skill = {}
-    if better_than_constant(skill.get("r2_low")):
-        return
-    finding = f"{path} does not record how well it predicts"
-    remedy = "train one with train_reward_model.py"
-    if skill:
-        finding = (
-            f"{path} is not shown to predict where its generator begins to write: "
-            f"R2 {format_figure(skill, 'r2')}, {skill['num_blocks']} blocks"
-        )
-        remedy = "train one with a --natural_model_path that learned more natural text"
-        if skill["num_blocks"] < MIN_BLOCKS:
-            remedy = f"make it from more text, at least {MIN_BLOCKS} blocks"
-    require(
-        settings.allow_unpredictive_reward,
-        f"{finding}; {remedy}, or optimise what may be noise with --allow_unpredictive_reward True",
-    )
-    warn(f"{finding}; continuing, because this is allowed")
+def add_gradients(
+    policy: Any,
+    scorer: RewardScorer,
+    rollouts: Rollouts,
+    scores: Scores,
+    advantages: Tensor,
+    settings: GRPOSettings,
+) -> dict[str, float]:
+    """Add the gradients of the loss of all rows, in micro-batches; return figures of the loss."""
+    assert settings.beta is not None  # resolved
+    figures = {"loss": 0.0}
+    tensors = (*rollouts, scores.reference_log_probs, advantages, *scores.hidden.values())
+    for ids, mask, old_log_probs, log_q, advantage, *frozen in micro_batches(policy, *tensors):
+        loss: Any = 0.0
+        means = {}  # over tokens
+        with autocast(ids.device):
+            hidden = policy.trunk(ids[:, :-1])[mask]  # (m, C), the only pass of the trunk
+            if settings.credit == "exact":
+                # KL(pi || m) over all next tokens at each written position
+                divergence, log_probs = exact_divergence(
+                    policy, scorer.reward_model, hidden, ids, mask, frozen
+                )  # (R, N - 1) each
+                loss = loss + mean_over_mask(divergence, mask).mean()
+            else:
+                log_probs = sampled_log_probs(policy, hidden, ids, mask)  # (R, N - 1)
+            if not settings.is_exact_alone:
+                # GRPO's objective at the sampled tokens
+                ratio = probability_ratio(log_probs, old_log_probs)  # (R, N - 1): pi / pi_old
+                losses, is_clipped = clipped_loss(ratio, advantage, settings.epsilon)
+                losses = losses + settings.beta * kl_estimate(log_probs, log_q)
+                loss = loss + mean_over_mask(losses, mask).mean()
+                means["clip_share"] = mean_of_tokens(is_clipped, mask)
+        loss = loss * (len(ids) / len(rollouts.ids))  # of the mean over all rows
+        loss.backward()
+        figures["loss"] += loss.item()
+        if settings.prefixes == "own":
+            means["kl_update"] = mean_of_tokens(
+                kl_estimate(old_log_probs, log_probs.detach()), mask
+            )
+        share = float(mask.sum() / rollouts.mask.sum())
+        for name, mean in means.items():
+            figures[name] = figures.get(name, 0.0) + mean * share
+    return figures
 
 
 def print_choices(
-    settings: GRPOSettings, policy: GPT, scorer: RewardScorer, device: torch.device
+    settings: GRPOSettings, num_parameters: int, scorer: RewardScorer, device: torch.device
 ) -> None:
     """Print the models, the reward, and what the settings leave to the reward model."""
-    size = format_size(policy.num_parameters())
+    size = format_size(num_parameters)
     dtype = select_dtype("auto", device)
     print0(f"Policy: {settings.base_model_path}, {size}, on {device} ({dtype})")
-    model_reward = "no model"
-    if settings.reward_model_path is not None:
-        model_reward = f"{settings.reward_model_path} ({settings.reward})"
-    rewards = [model_reward]
+    rewards = [f"{settings.reward_model_path or 'no model'} ({settings.reward})"]
     for function in scorer.functions:
         rewards.append(f"{function.name} (executed) with weight {function.weight:g}")
     print0(f"Reward: {', '.join(rewards)}")
     print0(
-        f"Credit: {settings.credit}; weight of the KL to the start in the loss: {settings.beta:g}"
+        f"Credit: {settings.credit}; group size: {settings.group_size}; weight of the KL to the "
+        f"start in the loss: {settings.beta:g}"
     )
     if settings.prefixes == "natural":
         print0(
@@ -274,54 +387,23 @@ def print_choices(
             "ends the run. Only evaluations check the limits, on the loss and on the KL to the "
             "start."
         )
-    elif settings.credit != "exact":
-        print0(
-            "The loss is near 0 by construction: advantages are relative to their group. Watch "
-            "reward and KL."
-        )
 
 
 def write_policy(
-    training: Run,
-    best: Best,
-    stops: Stops,
-    scorer: RewardScorer,
-    base: dict[str, Any],
-    settings: GRPOSettings,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Write the kept policy; print how to measure it. Return the record of its training."""
-    kept = build_model(base, str(settings.base_model_path), device)
-    best.restore(kept)
-    figures = {
-        "steps": training.step,
-        "stop_reason": training.reason,
-        "kept_step": best.at,
-        "select_loss": best.figures["select_loss"],
-        "start_select_loss": stops.start_loss,
-    }
-    record = {**figures, "settings": asdict(settings)}
-    save_checkpoint(training.output, kept, base["tokenization"], base["data"], record)
-    name = "the starting policy: no later one within the caps was preferred to it"
-    if best.at > 0:
-        name = f"the policy of step {best.at}"
-    print0(f"\nStopped after {training.step} steps by {training.reason}; kept {name}")
-    records = read_records(training.records.path)
-    for function in scorer.functions:
-        name = f"group_std_{function.short_name}"
-        spreads = [record[name] for record in records if name in record]
-        if spreads and max(spreads) == 0:
-            warn(
-                f"{function.short_name} gave all completions of a prompt the same reward in every "
-                "step, so it changed nothing: let it return different numbers"
-            )
-    print0(f"Saved {training.output}")
-    print0(f"Measure it on text that selected nothing:\n  {evaluation_command(settings)}")
-    return figures
+    policy: Any, base: dict[str, Any], record: dict[str, Any], settings: GRPOSettings
+) -> None:
+    """Write the kept policy with the record of its training; print how to measure it.
 
-
-def evaluation_command(settings: GRPOSettings) -> str:
-    """Return the command line of evaluate.py that compares the output with its start."""
+    base: the loaded checkpoint of the start.
+    """
+    training = dict(record, settings=asdict(settings))
+    path = Path(settings.output_path)
+    save_checkpoint(path, policy, base["tokenization"], base["data"], training)
+    kept = "the starting policy: no later one within the caps was preferred to it"
+    if record["kept_step"] > 0:
+        kept = f"the policy of step {record['kept_step']}"
+    print0(f"\nStopped after {record['steps']} steps by {record['stop_reason']}; kept {kept}")
+    print0(f"Saved {path}")
     base_path = str(settings.base_model_path)
     words = ["python", "evaluate.py", "--checkpoints", base_path, settings.output_path]
     words += ["--baseline", base_path, "--dataset", settings.dataset, "--part", "report"]
@@ -331,7 +413,7 @@ def evaluation_command(settings: GRPOSettings) -> str:
         values = getattr(settings, name)
         if values is not None:
             words += [f"--{name}", *map(str, values)]
-    return shlex.join(words)
+    print0(f"Measure it on text that selected nothing:\n  {shlex.join(words)}")
 
 
 if __name__ == "__main__":

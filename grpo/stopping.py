@@ -1,7 +1,4 @@
-"""Decide when GRPO ends, and which of the evaluated policies is kept.
-
-python -c "from grpo.stopping import Stops; help(Stops)"
-"""
+"""Decide when GRPO ends, and which of the evaluated policies is kept."""
 
 import math
 from collections.abc import Mapping
@@ -9,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from common.process import warn
-from grpo.settings import GRPOSettings
 from training.optimizers import EarlyStopping, SavedAttributes
 
 LARGEST_WINDOW = 10  # steps
@@ -33,82 +28,75 @@ class Stops(SavedAttributes):
     A resumed run keeps the saved window: more steps do not lengthen it.
     """
 
-    saved = ("window", "start_loss", "rewards", "objectives", "broken_cap", "has_warned")
+    saved = ("window", "start_loss", "rewards", "objectives", "broken_cap")
 
-    def __init__(self, settings: GRPOSettings, characters_per_token: float) -> None:
+    def __init__(
+        self,
+        num_steps: int,
+        reward_threshold: float,
+        characters_per_token: float,
+        has_function: bool,
+        is_in_nats: bool,
+    ) -> None:
+        """reward_threshold: for the mean P(natural) of a window. has_function: a function of the
+        user's may ask for text that is not natural. is_in_nats: the objective is evidence.
+        """
         # Steps of a window: a tenth of all, at most 10
-        self.window = max(1, min(LARGEST_WINDOW, settings.max_steps // 10))
-        self.reward_threshold = settings.reward_threshold  # for the mean P(natural) of a window
-        self.has_function = bool(settings.reward_function)  # which may not reward natural text
+        self.window = max(1, min(LARGEST_WINDOW, num_steps // 10))
+        self.reward_threshold = reward_threshold
         # Figures are in nats per token, limits in nats per character.
         self.characters_per_token = characters_per_token
-        # Evidence is in nats; P(natural) and a function's reward are not.
-        self.in_nats = settings.reward == "evidence"
+        self.has_function = has_function
+        self.min_delta = PLATEAU_MIN_DELTA
+        if is_in_nats:
+            self.min_delta = PLATEAU_MIN_DELTA * characters_per_token
         self.start_loss = math.nan  # of the starting policy on natural text
         self.rewards: list[float] = []  # per step: mean P(natural)
         self.objectives: list[float] = []  # per step: mean of what is optimised
         self.broken_cap = ""  # the first cap that was exceeded
-        self.has_warned = False  # that the loss rises
 
     def cap(self, name: str) -> float:
         """Return a cap in nats per token."""
         return CAPS[name] * self.characters_per_token
 
-    def start(self, evaluation: Mapping[str, Any]) -> None:
-        """Record the figures of the starting policy, with which later ones are compared."""
-        self.start_loss = evaluation["select_loss"]
-
     def step(self, figures: Mapping[str, Any]) -> None:
         """Record the figures of a step. Natural text has no reward and no objective."""
         if "objective" in figures:
             self.objectives.append(figures["objective"])
-        if "reward" in figures:
+        if "reward" in figures and not self.has_function:
             self.rewards.append(figures["reward"])
         self._check_caps(figures)
 
     def evaluation(self, figures: Mapping[str, Any]) -> None:
-        """Record the figures of the evaluation after a step."""
-        loss_rise = figures["select_loss"] - self.start_loss
-        self._check_caps({**figures, "loss_rise": loss_rise})
+        """Record the figures of an evaluation; the first one is of the start."""
+        self._check_caps(figures)
+        if math.isnan(self.start_loss):
+            self.start_loss = figures["select_loss"]
+        if not self.has_function:
+            self._check_caps({"loss_rise": figures["select_loss"] - self.start_loss})
 
     def _check_caps(self, figures: Mapping[str, Any]) -> None:
-        way_out = "lower learning_rate"
-        if self.has_function:
-            way_out += "; with a reward model lower function_weight, else raise beta"
         for name, cap in CAPS.items():
-            if name not in figures or figures[name] <= self.cap(name):
-                continue
-            per_character = figures[name] / self.characters_per_token
-            finding = f"{name} {per_character:.3f} > {cap} nats a character"
-            if name == "loss_rise" and self.has_function:
-                # A user who rewards other text expects the loss on natural text to rise.
-                if not self.has_warned:
-                    warn(f"{finding}; continuing, because your function may ask for other text")
-                self.has_warned = True
-            elif not self.broken_cap:
-                self.broken_cap = f"cap: {finding}; {way_out}"
+            if not self.broken_cap and figures.get(name, 0.0) > self.cap(name):
+                value = figures[name] / self.characters_per_token
+                self.broken_cap = (
+                    f"cap: {name} {value:.3f} > {cap} nats a character; lower learning_rate, or "
+                    "with a reward_function its weight, or raise beta"
+                )
 
-    def reason(self) -> str | None:
-        """Return the reason to stop (cap, reward threshold or plateau), or None to continue."""
+    def reason(self) -> str:
+        """Return the reason to stop (cap, reward threshold or plateau), or "" to continue."""
         if self.broken_cap:
             return self.broken_cap
         last = self.rewards[-self.window :]
-        if len(last) == self.window and not self.has_function:
-            mean = float(np.mean(last))
-            if mean >= self.reward_threshold:
-                return f"reward threshold: {mean:.3f} >= {self.reward_threshold}"
-        min_delta = PLATEAU_MIN_DELTA
-        unit = ""
-        if self.in_nats:
-            min_delta *= self.characters_per_token
-            unit = " nats a character"
-        plateau = EarlyStopping(PLATEAU_WINDOWS, min_delta)
+        if len(last) == self.window and np.mean(last) >= self.reward_threshold:
+            return f"reward threshold: {np.mean(last):.3f} >= {self.reward_threshold}"
+        plateau = EarlyStopping(PLATEAU_WINDOWS, self.min_delta)
         for end in range(self.window, len(self.objectives) + 1, self.window):
             plateau.update(-float(np.mean(self.objectives[end - self.window : end])))
         if plateau.reason():
-            rise = f"{PLATEAU_MIN_DELTA}{unit}"
-            return f"plateau: no rise of {rise} in {PLATEAU_WINDOWS} windows"
-        return None
+            return f"plateau: the objective did not rise in {PLATEAU_WINDOWS * self.window} steps"
+        return ""
 
 
 def selection_value(figures: Mapping[str, Any], num_steps: int) -> float:

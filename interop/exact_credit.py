@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from trl.kernels import ChunkedLogProbFunction
 
 from common.process import require
-from grpo.policy_loss import divergence
+from grpo.exact import divergence
 from interop.crossover_reward import CausalModel
 from losses import scatter_to_mask
 

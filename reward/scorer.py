@@ -1,104 +1,83 @@
-"""Score completions with the frozen reward model, the policy's start and a user's functions.
+"""Score rows with the frozen reward model, the policy's start and a user's functions.
 
-    python -c "from reward.scorer import RewardScorer; help(RewardScorer)"
-
-Shapes: R sequences of N tokens, C channels; m tokens that were generated after prompts.
+Shapes: R rows of N tokens, of which some follow a prompt; C channels, V token ids.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.device import autocast
-from common.process import require
+from common.process import require, warn
+from corpus.corpus import Corpus
 from losses import scatter_to_mask, token_log_probs
+from metrics.bootstrap import MIN_BLOCKS, format_figure
+from metrics.reward_skill import better_than_constant
 from model import GPT
-from reward.user_function import RewardFunction
-
-
-@dataclass(frozen=True)
-class FunctionScores:
-    """The rewards that one of the user's functions gave to R sequences, and its weight."""
-
-    name: str
-    weight: float
-    rewards: Tensor  # (R,)
+from reward.heads import load_reward_model
+from reward.user_function import RewardFunction, load_functions
+from training.checkpoint import build_model, check_tokenizer, load_checkpoint
+from training.lineage import check_splits
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of R sequences of N tokens, from the frozen models and the user's functions."""
+    """Scores of R rows, by the names of figures; what no model or function gives is left out."""
 
-    reference_log_probs: Tensor  # (R, N - 1): log pi_ref of generated tokens; 0 elsewhere
-    natural: Tensor | None = None  # (R,): P(natural); None without a reward model
-    # (R, N - 1): log(m / q) of all tokens but the first; None: P(natural) is the reward
-    evidence: Tensor | None = None
-    functions: tuple[FunctionScores, ...] = ()
-    # (m, C) per model of a likelihood head, before each generated token; empty unless kept
-    hidden: tuple[Tensor, ...] = ()
-
-    def hidden_rows(self, part: slice, mask: Tensor) -> tuple[Tensor, ...]:
-        """Return the hidden states of some rows; mask (R, N - 1) says which tokens have states."""
-        if not self.hidden:
-            return ()  # counting the tokens would wait for the GPU
-        first = int(mask[: part.start].sum())
-        end = first + int(mask[part].sum())
-        return tuple(states[first:end] for states in self.hidden)
+    reference_log_probs: Tensor  # (R, N - 1): log q of written tokens; 0 elsewhere
+    tokens: dict[str, Tensor]  # (R, N - 1): evidence log(m/q), by a likelihood head
+    rows: dict[str, Tensor]  # (R,): reward, which is P(natural); function_reward, reward_NAME
+    hidden: dict[str, Tensor]  # (R, N - 1, C) of p and q, before each token but the first
 
 
-@dataclass
 class RewardScorer:
-    """Scores sequences with frozen models: a reward model, and the reference, the policy's start.
+    """Scores rows with frozen models: the policy's start q, and a reward model if there is one."""
 
-    Raise UserError if the generator of a likelihood model is not the reference.
-    """
-
-    reward_model: Any  # a RewardModel; None: only functions give rewards
-    reference: GPT
-    functions: tuple[RewardFunction, ...] = ()  # the user's
-    gives_evidence: bool = True  # False: the reward of a likelihood model is P(natural)
-
-    def __post_init__(self) -> None:
-        model = self.reward_model
-        self.reference.requires_grad_(False)
-        self.is_ratio = model is not None and model.is_ratio  # a likelihood model
-        if model is None:
-            return
-        model.requires_grad_(False)
-        is_start = not model.is_ratio or have_same_weights(model.generator, self.reference)
-        require(
-            is_start,
-            "the generator in the reward model is not the policy's start: train a reward model for "
-            "this generator",
-        )
+    def __init__(
+        self,
+        reference: GPT,
+        reward_model: Any = None,
+        functions: Sequence[RewardFunction] = (),
+    ) -> None:
+        """reward_model: a RewardModel of the reference, or None: only functions give rewards."""
+        self.reference = reference.requires_grad_(False)
+        self.reward_model = reward_model
+        self.functions = functions
+        self.is_ratio = reward_model is not None and reward_model.is_ratio
+        self.gives_evidence = True  # False: the reward of a likelihood model is P(natural)
+        if reward_model is not None:
+            reward_model.requires_grad_(False)
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, written: Tensor, keep_hidden: bool = False) -> Scores:
-        """Score sequences (R, N) int64 by the models and by the user's functions.
+        """Score rows (R, N) int64, as many at a time as fit in memory.
 
-        written: (R, N - 1) bool, the generated tokens: those after the first that follow a prompt.
-        keep_hidden: keep the hidden states of a likelihood model.
+        written: (R, N - 1) bool, the tokens after the first that follow a prompt. keep_hidden: keep
+        the hidden states of a likelihood model.
         """
-        scores = self._score_by_models(ids, written, keep_hidden)
-        functions = []
-        for function in self.functions:
-            rewards = function(ids, written)
-            functions.append(FunctionScores(function.short_name, function.weight, rewards))
-        return replace(scores, functions=tuple(functions))
-
-    def _score_by_models(self, ids: Tensor, written: Tensor, keep_hidden: bool) -> Scores:
-        """Score sequences (R, N) by the models only, as many at a time as fit in memory."""
-        size = self.reference.rows_at_a_time()
         parts = []
         with autocast(ids.device):
-            for rows, mask in zip(ids.split(size), written.split(size), strict=True):
+            for some_ids, some_written in micro_batches(self.reference, ids, written):
                 if self.is_ratio:
-                    parts.append(self._score_by_ratio(rows, mask, keep_hidden))
+                    parts.append(self._score_by_ratio(some_ids, some_written, keep_hidden))
                 else:
-                    parts.append(self._score_by_head(rows, mask))
-        return concatenated(parts)
+                    parts.append(self._score_by_head(some_ids, some_written))
+        scores = Scores(
+            torch.cat([part.reference_log_probs for part in parts]),
+            joined([part.tokens for part in parts]),
+            joined([part.rows for part in parts]),
+            joined([part.hidden for part in parts]),
+        )
+        if self.functions:
+            scores.rows["function_reward"] = torch.zeros(len(ids), device=ids.device)
+        for function in self.functions:
+            rewards = function(ids, written)  # (R,)
+            scores.rows["function_reward"] += function.weight * rewards
+            scores.rows[f"reward_{function.short_name}"] = rewards
+        return scores
 
     def _score_by_ratio(self, ids: Tensor, written: Tensor, keep_hidden: bool) -> Scores:
         """Score by a likelihood model, whose generator is the reference."""
@@ -106,46 +85,90 @@ class RewardScorer:
         hidden = model.hidden_states(ids[:, :-1])  # (R, N - 1, C) each
         log_p, log_q = model.read_hidden(hidden, ids[:, 1:])  # (R, N - 1) each
         evidence = model.score(log_p - log_q)  # (R, N)
-        scores = Scores(log_q.masked_fill(~written, 0.0), natural=model.share(evidence))
+        scores = Scores(log_q.masked_fill(~written, 0.0), {}, {"reward": model.share(evidence)}, {})
         if self.gives_evidence:
-            scores = replace(scores, evidence=evidence[:, 1:])
+            scores.tokens["evidence"] = evidence[:, 1:]
         if keep_hidden:
-            kept = tuple(states[written] for states in hidden)
-            scores = replace(scores, hidden=kept)
+            scores.hidden.update(p=hidden[0], q=hidden[1])
         return scores
 
     def _score_by_head(self, ids: Tensor, written: Tensor) -> Scores:
         """Score by a `last` head, or, without a reward model, only by the reference."""
-        model = self.reward_model
-        states = self.reference.trunk(ids[:, :-1])  # (R, N - 1, C)
-        logits = self.reference.logits(states[written])  # (m, V)
-        log_probs = token_log_probs(logits, ids[:, 1:][written])  # (m,)
-        scores = Scores(scatter_to_mask(log_probs, written))
-        if model is None:
-            return scores
-        return replace(scores, natural=model.share(model.output(ids)).float())
+        hidden = self.reference.trunk(ids[:, :-1])[written]  # (m, C), m tokens are written
+        log_probs = token_log_probs(self.reference.logits(hidden), ids[:, 1:][written])  # (m,)
+        scores = Scores(scatter_to_mask(log_probs, written), {}, {}, {})
+        if self.reward_model is not None:
+            rewards = self.reward_model.share(self.reward_model.output(ids))  # (R,)
+            scores.rows["reward"] = rewards.float()
+        return scores
 
 
-def mean_over_mask(values: Tensor, mask: Tensor) -> Tensor:
-    """Average values (R, N - 1) over the mask to shape (R,)."""
-    return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
+def micro_batches(model: Any, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same rows of each tensor (R, ...), as many at a time as fit in memory."""
+    size = model.rows_at_a_time()
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
-def have_same_weights(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether two modules have equal weights under equal names."""
-    weights = one.state_dict()
-    other_weights = other.state_dict()
-    if weights.keys() != other_weights.keys():
-        return False
-    return all(torch.equal(weights[name], other_weights[name]) for name in weights)
+def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Join the tensors of consecutive rows by name."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def concatenated(parts: list[Scores]) -> Scores:
-    """Join the scores of consecutive sequences by the models."""
-    joined: dict[str, Any] = {}
-    for name in ("reference_log_probs", "natural", "evidence"):
-        tensors = [getattr(part, name) for part in parts]
-        if tensors[0] is not None:
-            joined[name] = torch.cat(tensors)
-    states_by_model = zip(*(part.hidden for part in parts), strict=True)
-    return Scores(**joined, hidden=tuple(torch.cat(states) for states in states_by_model))
+def load_scorer(
+    start: Mapping[str, Any],
+    start_path: str,
+    corpus: Corpus,
+    reward_model_path: str | None,
+    function_names: Sequence[str] | None,
+    function_weights: Sequence[float] | None,
+    device: torch.device,
+    allow_unpredictive: bool = True,
+) -> RewardScorer:
+    """Load what scores a policy that begins as the generator in `start`, a loaded checkpoint.
+
+    Raise UserError if generator, corpus and reward model do not fit together. See check_skill for
+    `allow_unpredictive`.
+    """
+    check_tokenizer(start, corpus.tokenizer)
+    check_splits(start["data"], corpus.record, is_allowed=True)
+    reference = build_model(start, start_path, device)
+    require(
+        reference.config.block_size >= 2,
+        f"{start_path} has block_size 1, so there is nothing to complete; use 2 or more",
+    )
+    reward_model = None
+    if reward_model_path is not None:
+        contents = load_checkpoint(reward_model_path)
+        reward_model = load_reward_model(contents, reward_model_path, start, start_path, device)
+        check_skill(reward_model_path, contents["training"] or {}, allow_unpredictive)
+    functions = load_functions(function_names, function_weights, corpus.tokenizer.decode)
+    return RewardScorer(reference, reward_model, functions)
+
+
+def check_skill(path: str, training: Mapping[str, Any], is_allowed: bool) -> None:
+    """Raise UserError, or warn if `is_allowed`, unless a reward model is shown to beat a constant.
+
+    training: its record. Warn if it was measured on other than plain samples.
+    """
+    temperature = training.get("temperature", "1.0")
+    top_k = training.get("top_k")
+    if temperature != "1.0" or top_k is not None:
+        warn(
+            f"{path} was made from reward data of temperature {temperature} and top_k {top_k}: "
+            "its R2 may not hold for the policy, which samples at temperature 1 from all tokens"
+        )
+    skill = training.get("skill") or {}
+    if better_than_constant(skill.get("r2_low")):
+        return
+    finding = f"{path} does not record how well it predicts; train one with train_reward_model.py"
+    if skill:
+        finding = (
+            f"{path} is not shown to predict where its generator begins to write: "
+            f"R2 {format_figure(skill, 'r2')}, {skill['num_blocks']} blocks; train one with a "
+            "--natural_model_path that learned more natural text, and on text of at least "
+            f"{MIN_BLOCKS} blocks"
+        )
+    require(
+        is_allowed, f"{finding}, or optimise what may be noise: --allow_unpredictive_reward True"
+    )
+    warn(finding)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from common.process import UserError, first_line, require
-from common.settings import Errors
 
 RESERVED_ENDINGS = ("_low", "_high")  # of the ends of intervals: fresh_reward_NAME_low
 
@@ -84,33 +83,28 @@ class RewardFunction:
             raise UserError(f"ERROR: reward_function={self.name}: {finding}") from None
 
 
-def check_functions(
-    functions: Sequence[str] | None, weights: Sequence[float] | None, errors: Errors
-) -> None:
-    """Note reward functions whose records would share a name, and weights that do not fit."""
-    names = [function.rpartition(":")[2] for function in functions or ()]
-    free = {name for name in names if not f"_{name}".endswith(RESERVED_ENDINGS)}
-    errors.check(
-        len(free) == len(names),
-        f"reward_function: {' '.join(names)}: names must differ, because figures are named after "
-        "them, and must not end in _low or _high",
-        "Give the function another name, as in short = score",
-    )
-    if weights is None:
-        return
-    errors.check(
-        len(weights) == len(names),
-        f"function_weight={weights}: {len(names)} numbers are needed, one for each reward function",
-        "Pass as many weights as reward functions, or none",
-    )
-
-
 def load_functions(
-    names: Sequence[str] | None, weights: Sequence[float] | None, decode: Callable[[list[int]], str]
+    names: Sequence[str] | None,
+    weights: Sequence[float] | None,
+    decode: Callable[[list[int]], str] = str,
 ) -> tuple[RewardFunction, ...]:
-    """Load the functions of names like FILE.py:NAME. weights: None is 1 for each."""
+    """Load the functions of names like FILE.py:NAME. weights: None is 1 for each.
+
+    Raise UserError if their records would share a name, or if the weights do not fit.
+    """
     names = names or ()
     weights = weights or [1.0] * len(names)
+    short_names = [name.rpartition(":")[2] for name in names]
+    free = {name for name in short_names if not f"_{name}".endswith(RESERVED_ENDINGS)}
+    require(
+        len(free) == len(names),
+        f"reward_function: {' '.join(short_names)}: names must differ, because figures are named "
+        "after them, and must not end in _low or _high: use another name, as in short = score",
+    )
+    require(
+        len(weights) == len(names),
+        f"function_weight={weights}: {len(names)} numbers are needed, one for each reward function",
+    )
     pairs = zip(names, weights, strict=True)
     return tuple(RewardFunction(name, decode, weight) for name, weight in pairs)
 

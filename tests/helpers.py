@@ -72,7 +72,6 @@ SETTINGS_OF = {
     "data/shakespeare_char/prepare": "corpus/shakespeare",
     "interop/crossover_reward": "interop/read_text",
     "prepare_reward_data": "reward_data_config",
-    "train_grpo": "grpo/settings",
 }
 
 # Tests of tiny models are fastest with one thread, in this process and in those that it starts.

@@ -12,9 +12,9 @@ from common.settings import parse_sections
 from corpus import own_text
 from corpus.encode import find_texts, make_tokenizer
 from corpus.own_text import choose_tokenization, make_corpora, sizes_for
-from grpo.settings import GRPOSettings
 from run_cycles import SECTIONS, CycleSettings
 from train import FurtherTrainSettings, TrainSettings
+from train_grpo import GRPOSettings
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from common.log import read_records
 from common.settings import parse_sections
 from corpus.corpus import Corpus
 from grpo import stopping
-from grpo.settings import GRPOSettings, resolve
 from losses import token_log_probs
 from reward.scorer import Scores
 from tokenization_manager import TokenizationManager
+from train_grpo import GRPOSettings
 from training.checkpoint import build_model
 
 WRITTEN = 8  # of 16 tokens the last 8 are always written: prompts are at most half the block
@@ -34,9 +34,10 @@ class TaskScorer:
         self.reference, self.reward = reference.requires_grad_(False), reward
 
     @torch.no_grad()
-    def __call__(self, ids: torch.Tensor, *_) -> Scores:
+    def __call__(self, ids: torch.Tensor, *_, **__) -> Scores:
         logits = self.reference.logits(self.reference.trunk(ids[:, :-1]))
-        return Scores(token_log_probs(logits, ids[:, 1:]), self.reward(ids))
+        log_probs = token_log_probs(logits, ids[:, 1:])
+        return Scores(log_probs, {}, {"reward": self.reward(ids)}, {})
 
 
 @pytest.fixture
@@ -48,8 +49,8 @@ def grpo(monkeypatch, tmp_path, corpus, generator):
     def train(
         reward, caps: dict[str, float] | None = None, **options: Any
     ) -> tuple[list[dict], list[dict]]:
-        def load_scorer(settings, contents, *_):
-            return TaskScorer(build_model(contents, settings.base_model_path), reward)
+        def load_scorer(contents, path, *_):
+            return TaskScorer(build_model(contents, path), reward)
 
         monkeypatch.setattr(train_grpo, "load_scorer", load_scorer)
         monkeypatch.setattr(stopping, "CAPS", {"kl_step": 1.0} | (caps or {}))
@@ -171,11 +172,25 @@ def test_auto_is_the_credit_of_least_variance(line):
     options, credit = line.split(" => ")
     options = ["--reward_model_path", "reward.pt", *options.split()]
     settings = parse_sections({"train_grpo": GRPOSettings}, "train_grpo", options, {})["train_grpo"]
-    assert resolve(settings, is_ratio=True).credit == credit
+    assert settings.resolved(is_ratio=True).credit == credit
 
 
 def test_without_a_likelihood_head_auto_is_of_sequences():
-    last = GRPOSettings(reward_model_path="reward.pt")
-    assert resolve(last, is_ratio=False).credit == "sequence"
-    functions = GRPOSettings(reward_function=("mine.py:score",))
-    assert resolve(functions, is_ratio=False).credit == "sequence"
+    last = GRPOSettings(reward_model_path="reward.pt").resolved(is_ratio=False)
+    functions = GRPOSettings(reward_function=("mine.py:score",)).resolved(is_ratio=False)
+    assert last.credit == functions.credit == "sequence"
+    assert last.group_size == functions.group_size == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "group_size"),
+    [
+        ({}, 1),
+        ({"credit": "token"}, 8),
+        ({"credit": "token", "group_size": 2}, 2),
+        ({"reward_function": ("mine.py:score",)}, 8),
+    ],
+)
+def test_completions_are_several_where_they_are_compared(options, group_size):
+    settings = GRPOSettings(reward_model_path="reward.pt", **options)
+    assert settings.resolved(is_ratio=True).group_size == group_size

@@ -1,7 +1,6 @@
 """train_grpo.py: who is let through, scores, gradients, the schedule, resumption."""
 
 import itertools
-import math
 import re
 import shlex
 from dataclasses import replace
@@ -33,18 +32,16 @@ import train_grpo
 from common.files import hash_file
 from common.log import read_records
 from common.process import UserError
-from generation.completions import Completer
-from grpo import rewards as rewards_module
+from grpo import exact as exact_module
+from grpo import sampled as sampled_module
 from grpo import stopping
-from grpo import update as update_module
-from grpo.rewards import compute_advantages, step_figures
 from grpo.rollouts import Rollouts, sample
-from grpo.settings import GRPOSettings
-from grpo.update import Updater
+from grpo.sampled import compute_advantages, step_figures
 from losses import token_log_probs
 from model import GPT, GPTConfig
 from reward.heads import LikelihoodRewardModel, build_reward_model
-from reward.scorer import RewardScorer, Scores
+from reward.scorer import RewardScorer, Scores, check_skill
+from train_grpo import GRPOSettings, add_gradients
 from training.checkpoint import build_model, load_checkpoint
 
 FUNCTIONS = """
@@ -90,7 +87,7 @@ def test_a_reward_model_that_predicts_is_let_through(good):
     assert [record["step"] for record in records_of(good)] == [0, 1]
     command = finished.out.partition("selected nothing:\n  python evaluate.py ")[2]
     out = succeed("evaluate", *shlex.split(command), device="cpu")
-    assert f"{good['output_path']}: loss " in out and "P(natural) of its text 0." in out
+    assert f"{good['output_path']}:\n" in out and "fresh_reward 0." in out
 
 
 def test_an_unpredictive_reward_model_is_refused_unless_allowed(good, tmp_path, reward_model):
@@ -114,22 +111,17 @@ def test_an_unpredictive_reward_model_is_refused_unless_allowed(good, tmp_path, 
 
 def test_what_the_record_of_a_reward_model_says_is_checked(capsys):
     """R2's interval by hand; reward data of other sampling are reported, not refused."""
-    refusing = GRPOSettings(reward_model_path="reward_model.pt")
-    allowing = replace(refusing, allow_unpredictive_reward=True)
     skill = {"r2": 0.1, "r2_low": 1e-6, "r2_high": 0.2, "num_blocks": 50}
-    train_grpo.check_skill({"skill": skill, "temperature": "1.0", "top_k": None}, refusing)
+    check_skill("reward.pt", {"skill": skill, "temperature": "1.0", "top_k": None}, False)
     assert capsys.readouterr().err == ""
     for data in ({"temperature": "0.5"}, {"top_k": "7"}):
-        train_grpo.check_skill({"skill": skill, **data}, refusing)
-        assert "WARNING: reward_model.pt was made from reward data" in capsys.readouterr().err
-    unshown = [{"skill": {**skill, "r2_low": low}} for low in (0.0, -0.1, None)]
-    for record in (*unshown, {}, {"skill": {"r2_low": 0.1}}):  # the last is incomplete
-        with pytest.raises(UserError, match=r"reward_model\.pt .*--allow_unpredictive_reward True"):
-            train_grpo.check_skill(record, refusing)
-        train_grpo.check_skill(record, allowing)
-        assert "WARNING: reward_model.pt " in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"\b7 blocks; make it from more text, at least 8 blocks"):
-        train_grpo.check_skill({"skill": {**skill, "r2_low": None, "num_blocks": 7}}, refusing)
+        check_skill("reward.pt", {"skill": skill, **data}, False)
+        assert "WARNING: reward.pt was made from reward data" in capsys.readouterr().err
+    for record in ({}, *({"skill": {**skill, "r2_low": low}} for low in (0.0, -0.1, None))):
+        with pytest.raises(UserError, match=r"reward\.pt .*--allow_unpredictive_reward True"):
+            check_skill("reward.pt", record, False)
+        check_skill("reward.pt", record, True)
+        assert "WARNING: reward.pt " in capsys.readouterr().err
 
 
 def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(
@@ -153,9 +145,6 @@ REFUSED = """
 --credit token --prefixes natural => prefixes=natural is ignored with credit=token
 --prefixes natural --reward_threshold .5 => reward_threshold=0.5 is ignored with prefixes=natural
 --prefixes natural --reward_function a.py:f => prefixes=natural is ignored with a reward_function
---reward_function a.py:f b.py:f => f f: names must differ
---reward_function a.py:f_low => must not end in _low
---reward_function a.py:f b.py:g --function_weight 1 => function_weight=(1.0,): 2 numbers
 --reward_function a.py:f --function_weight nan => function_weight=nan: must be finite
 --reward_model_path None => reward_model_path is required
 --reward_model_path None --reward_function a.py:f --credit exact => reward_model_path is required
@@ -168,6 +157,20 @@ def test_options_that_do_not_go_together_are_refused(good, line):
     options, _, error = line.partition(" => ")
     err = refuse("train_grpo", *as_arguments(good), *options.split())
     assert err.count("  ERROR: ") == 1 and error in err
+    assert not good["output_path"].parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ("a.py:f b.py:f", "f f: names must differ"),
+        ("a.py:f_low", "must not end in _low"),
+        ("a.py:f b.py:g --function_weight 1", "function_weight=(1.0,): 2 numbers"),
+    ],
+)
+def test_functions_have_names_and_weights_of_their_own(good, options, error):
+    words = [*as_arguments(good), "--reward_function", *options.split()]
+    assert error in refuse_in_one_line("train_grpo", *words)
     assert not good["output_path"].parent.exists()
 
 
@@ -186,7 +189,7 @@ def test_scores_are_what_the_models_say_of_whole_rows(request, generator, monkey
     model, reference = None, build_model(load_checkpoint(generator))
     if name is not None:
         model = build_reward_model(load_checkpoint(request.getfixturevalue(name)))
-    scorer = RewardScorer(model, reference)
+    scorer = RewardScorer(reference, model)
     ids = torch.randint(25, (9, 5), generator=torch.Generator().manual_seed(0))
     written = torch.arange(1, 5) >= torch.tensor([1, 2, 4] * 3)[:, None]
     with torch.no_grad():
@@ -195,14 +198,12 @@ def test_scores_are_what_the_models_say_of_whole_rows(request, generator, monkey
         monkeypatch.setattr(GPT, "rows_at_a_time", lambda self, most=most: most)
         scores = scorer(ids, written)
         torch.testing.assert_close(scores.reference_log_probs, log_probs.masked_fill(~written, 0.0))
-        if name is None:
-            assert scores.natural is None
-            continue
-        torch.testing.assert_close(scores.natural, model(ids)[0][:, 0])
-        if not scorer.is_ratio:
-            assert scores.evidence is None
-            continue
-        torch.testing.assert_close(scores.evidence, model.output(ids)[:, 1:])
+        assert ("reward" in scores.rows) == (name is not None)
+        assert ("evidence" in scores.tokens) == scorer.is_ratio
+        if name is not None:
+            torch.testing.assert_close(scores.rows["reward"], model(ids)[0][:, 0])
+        if scorer.is_ratio:
+            torch.testing.assert_close(scores.tokens["evidence"], model.output(ids)[:, 1:])
 
 
 V, PROMPT = 3, 2  # tokens, and the one that every prompt consists of
@@ -218,7 +219,7 @@ def make_models(deviation: float) -> tuple[GPT, RewardScorer]:
     for model in (policy, generator, natural):
         with torch.no_grad():
             model.lm_head.weight.normal_(std=deviation)
-    return policy, RewardScorer(LikelihoodRewardModel(natural, generator), generator)
+    return policy, RewardScorer(generator, LikelihoodRewardModel(natural, generator))
 
 
 def settings_of(**options) -> GRPOSettings:
@@ -240,10 +241,11 @@ def gradient(
     """All gradients of one update, and its loss."""
     policy, scorer = models
     policy.zero_grad()
-    scores = scorer(batch.ids, batch.mask, keep_hidden=True)
-    advantages = compute_advantages(batch, scores, settings)
-    update = Updater(policy, scorer.reward_model, settings, CPU, math.inf)
-    figures = update.accumulate_gradients(batch, scores, advantages)
+    scores = scorer(batch.ids, batch.mask, keep_hidden=settings.credit == "exact")
+    advantages = compute_advantages(
+        batch, scores, scorer.functions, settings.credit, settings.group_size
+    )
+    figures = add_gradients(policy, scorer, batch, scores, advantages, settings)
     gradients = [parameter.grad.flatten() for parameter in policy.parameters()]
     return torch.cat(gradients), figures["loss"]
 
@@ -271,7 +273,7 @@ def test_sampled_gradients_have_the_exact_one_as_their_expectation(monkeypatch, 
         groups = rewards.view(-1, group_size, mask.size(1))
         return (groups - groups.mean(1, keepdim=True)).view_as(rewards)
 
-    monkeypatch.setattr(rewards_module, "token_advantages", centred)
+    monkeypatch.setattr(sampled_module, "token_advantages", centred)
     models = make_models(deviation)
     exact = expected_gradient(models, settings_of(credit="exact", group_size=1, prompts_per_step=1))
     assert exact.abs().max() > 0.01
@@ -288,11 +290,11 @@ def test_micro_batches_and_pieces_of_the_vocabulary_change_nothing(monkeypatch, 
     batch = make_rollouts(models[0], ids, first)
     settings = settings_of(credit=credit, group_size=2, beta=0.1)
     pieces = Mock(side_effect=checkpoint)
-    monkeypatch.setattr(update_module, "checkpoint", pieces)
+    monkeypatch.setattr(exact_module, "checkpoint", pieces)
     whole = gradient(models, batch, settings)
     assert pieces.call_count == 0
     for logits, micro_rows, number in ((V, 4, 12), (4 * V, 3, 2)):
-        monkeypatch.setattr(update_module, "PIECE_LOGITS", logits)
+        monkeypatch.setattr(exact_module, "PIECE_LOGITS", logits)
         monkeypatch.setattr(GPT, "rows_at_a_time", lambda self, most=micro_rows: most)
         found = gradient(models, batch, settings)
         torch.testing.assert_close(found[0], whole[0], rtol=1e-4, atol=1e-6)
@@ -304,23 +306,23 @@ def test_micro_batches_and_pieces_of_the_vocabulary_change_nothing(monkeypatch, 
 def test_rollouts_are_completions_or_rows_of_the_corpus_each_after_a_prompt_of_its_own():
     """With the policy's log-probabilities; as many rows as completions."""
     policy, _ = make_models(0.5)
-    completer, tokens = Completer(policy, 3), np.arange(1000) % V
-    settings = GRPOSettings(prompts_per_step=6, group_size=4, credit="exact")
-    batch = sample(completer, tokens, settings, 1, CPU)
+    tokens = np.arange(1000) % V
+    batch = sample(policy, tokens, "own", 6, 4, 42, 1)
     with torch.no_grad():
         log_probs = token_log_probs(
             policy.logits(policy.trunk(batch.ids[:, :-1])), batch.ids[:, 1:]
         )
     torch.testing.assert_close(batch.old_log_probs, log_probs)
-    scores = Scores(log_probs, natural=torch.full((24,), 0.5))
-    figures = step_figures(batch, scores, None, settings)
+    scores = Scores(log_probs, {}, {"reward": torch.full((24,), 0.5)}, {})
+    figures = step_figures(batch, scores, torch.zeros(24, 2), 4)
     assert figures["kl_start"] == pytest.approx(0, abs=1e-6) and figures["reward"] == 0.5
     assert figures["entropy"] == pytest.approx(-log_probs.mean().item())
-    settings = replace(settings, prefixes="natural")
-    batch = sample(completer, tokens, settings, 1, CPU)
-    assert batch.ids.shape == (24, 3) and batch.old_log_probs is None and batch.mask.all()
+    assert (figures["group_std"], figures["flat_groups"]) == (0, 1)
+    options = GRPOSettings(reward_model_path="r.pt", prefixes="natural", group_size=4)
+    assert replace(options, prompts_per_step=6).resolved(is_ratio=True).prompts_per_step == 24
+    batch = sample(policy, tokens, "natural", 24, 1, 42, 1)
+    assert batch.ids.shape == (24, 3) and batch.old_log_probs.isnan().all() and batch.mask.all()
     assert (batch.ids.diff(dim=1) % V == 1).all() and len(batch.ids.unique(dim=0)) == V
-    assert step_figures(batch, scores, None, settings) == {}
 
 
 @pytest.mark.parametrize("more", [{}, {"prefixes": "natural"}], ids=str)
@@ -388,3 +390,25 @@ def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
     assert "use --max_steps 5, or retrain" in line
     one, other = (untimed(each["output_path"].with_suffix(".jsonl")) for each in (parts, options))
     assert one == other
+
+
+def test_functions_add_their_sampled_gradient_to_the_exact_one(monkeypatch):
+    """After the policy has moved."""
+    policy, scorer = make_models(0.5)
+    ids = torch.randint(V, (6, 3), generator=torch.Generator().manual_seed(0))
+    batch = make_rollouts(policy, ids)
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(1.5)
+    function = Mock(short_name="sum", weight=2.0, side_effect=lambda ids, _: ids.sum(1).float())
+    exact = settings_of(credit="exact", group_size=3, prompts_per_step=2)
+    both = replace(exact, reward_function=("a.py:sum",))
+    sampled = replace(both, credit="sequence")
+    with_function = (policy, RewardScorer(scorer.reference, scorer.reward_model, [function]))
+    of_model = gradient((policy, scorer), batch, exact)[0]
+    of_function = gradient(
+        (policy, RewardScorer(scorer.reference, None, [function])), batch, sampled
+    )[0]
+    for logits in (2**24, V):
+        monkeypatch.setattr(exact_module, "PIECE_LOGITS", logits)
+        found = gradient(with_function, batch, both)[0]
+        torch.testing.assert_close(found, of_model + of_function, rtol=1e-4, atol=1e-6)

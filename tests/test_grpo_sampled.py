@@ -1,22 +1,28 @@
-"""grpo/policy_loss.py: hand-computed values, TRL's figures (tests/data/grpo_losses.json), finite
-differences.
-"""
+"""grpo/sampled.py: hand-computed values, and TRL's figures (tests/data/grpo_losses.json)."""
 
 import ast
 import json
 import math
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from grpo.policy_loss import (
-    divergence,
+from grpo.rollouts import Rollouts
+from grpo.sampled import (
+    clipped_loss,
+    compute_advantages,
     group_advantages,
     kl_estimate,
-    policy_loss,
+    mean_of_tokens,
+    mean_over_mask,
+    probability_ratio,
+    sequence_rewards,
     token_advantages,
+    token_rewards,
 )
+from reward.scorer import Scores
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "grpo_losses.json").read_text())
 INPUTS = REFERENCE["inputs"]
@@ -61,46 +67,12 @@ def test_kl_estimates_by_hand():
     assert small.item() == pytest.approx(0.5e-8, rel=1e-2)
 
 
-# of exact divergences over the vocabulary
-# logits
-STUDENT = torch.tensor([[[0.5, -1.0, 2.0, 0.0], [1.0, 1.0, -3.0, 0.25]]], dtype=torch.float64)
-TEACHER = torch.tensor([[[1.5, 0.0, -1.0, 0.5], [0.0, 2.0, -1.0, 1.0]]], dtype=torch.float64)
-START = TEACHER.log_softmax(-1).roll(1, -1)
-# generalized_jsd_loss(STUDENT, TEACHER, labels=[[0, 0]], beta=1) of TRL 1.16.0
-JSD_OF_TRL = 0.9657307377089664
-
-
-def from_start(log_probs: torch.Tensor, target: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """The divergence from a target that is given as its evidence against a start."""
-    return divergence(log_probs, target - start, start)
-
-
-def test_divergence_has_trl_s_figures_and_its_gradient_is_that_of_finite_differences():
-    """Padding, whose logits are the lowest number, neither counts nor breaks the gradient."""
-    target, logits = TEACHER.log_softmax(-1), STUDENT.clone().requires_grad_()
-    values = from_start(logits.log_softmax(-1), target, START)
-    assert values.shape == (1, 2)
-    assert values.mean().item() == pytest.approx(JSD_OF_TRL, rel=1e-12)
-    assert from_start(target, target, START).abs().max() < 1e-12
-    assert torch.autograd.gradcheck(
-        lambda at: from_start(at.log_softmax(-1), target, START), logits
-    )
-    lowest = torch.full((1, 2, 3), torch.finfo(torch.float32).min)
-    padded, padded_target = (torch.cat([part.float(), lowest], -1) for part in (STUDENT, TEACHER))
-    start = torch.cat([START.float().exp(), torch.zeros(1, 2, 3)], -1).clamp(min=1e-30).log()
-    log_probs = padded.requires_grad_().log_softmax(-1)
-    found = from_start(log_probs, padded_target.log_softmax(-1), start)
-    torch.testing.assert_close(found, values.float())
-    found.sum().backward()
-    assert padded.grad.isfinite().all() and not padded.grad[..., 4:].any()
-
-
 def loss_of(tensors, beta=0.04):
-    """The policy loss of (log_probs, old, ref, mask, advantages), and its metrics."""
+    """The loss of (log_probs, old, ref, mask, advantages), and the share of clipped tokens."""
     log_probs, old, ref, mask, advantages = tensors
-    return policy_loss(
-        log_probs, old, advantages, mask, epsilon=0.2, reference_log_probs=ref, beta=beta
-    )
+    losses, is_clipped = clipped_loss(probability_ratio(log_probs, old), advantages, 0.2)
+    losses = losses + beta * kl_estimate(log_probs, ref)
+    return mean_over_mask(losses, mask).mean(), mean_of_tokens(is_clipped, mask)
 
 
 @pytest.mark.parametrize("name", LOSSES, ids=["plain", "with-kl"])
@@ -108,7 +80,7 @@ def test_policy_loss_equals_the_reference(name):
     options = ast.literal_eval(name.removeprefix("grpo|"))
     expected, tensors = REFERENCE[name], reference_tensors()
     tensors[0].requires_grad_()
-    loss, metrics = loss_of(tensors, **options)
+    loss, clip_share = loss_of(tensors, **options)
     loss.backward()
     assert loss.item() == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
     torch.testing.assert_close(
@@ -116,19 +88,16 @@ def test_policy_loss_equals_the_reference(name):
     )
     clipped = expected["metrics"].get("clip_ratio/region_mean")
     if clipped is not None:
-        assert metrics["clip_share"].item() == pytest.approx(clipped, rel=1e-5, abs=1e-6)
+        assert clip_share == pytest.approx(clipped, rel=1e-5, abs=1e-6)
 
 
-def test_metrics_by_hand():
+def test_the_clip_by_hand():
     """The third token is masked; the clip stops both others."""
     log_probs = torch.tensor([[1.5, 0.5, 1e-4]]).log()
     mask, advantages = torch.tensor([[1, 1, 0]]), torch.tensor([[1.0, -1.0, 0.0]])
-    old = torch.zeros(1, 3)
-    loss, metrics = loss_of((log_probs, old, log_probs, mask, advantages), beta=0)
+    loss, clip_share = loss_of((log_probs, torch.zeros(1, 3), log_probs, mask, advantages), beta=0)
     assert loss.item() == pytest.approx((-1.2 + 0.8) / 2, rel=1e-5)
-    kl_update = (0.5 - math.log(1.5) - 0.5 - math.log(0.5)) / 2
-    assert metrics["kl_update"].item() == pytest.approx(kl_update, rel=1e-5)
-    assert metrics["clip_share"].item() == 1
+    assert clip_share == 1
 
 
 def test_what_is_masked_does_not_matter():
@@ -137,10 +106,9 @@ def test_what_is_masked_does_not_matter():
     results = []
     for filling in (0.0, 3.0, -9.0):
         leaf, *others = (x.masked_fill(mask == 0, filling) for x in (log_probs, old, ref))
-        loss, metrics = loss_of((leaf.requires_grad_(), *others, mask, advantages))
+        loss, clip_share = loss_of((leaf.requires_grad_(), *others, mask, advantages))
         loss.backward()
-        figures = [loss.item(), *(value.item() for value in metrics.values())]
-        results.append((figures, leaf.grad.tolist()))
+        results.append((loss.item(), clip_share, leaf.grad.tolist()))
     assert results[0] == results[1] == results[2]
     nothing = (log_probs, old, ref, torch.zeros_like(mask), advantages)
     assert loss_of(nothing, beta=0)[0] == 0
@@ -150,12 +118,47 @@ def test_extreme_ratios_stay_finite():
     log_probs = torch.tensor([[-1.0, -2000.0, -1.0]] * 2, requires_grad=True)
     old = torch.tensor([[-2000.0, -1.0, -1.0]] * 2)
     advantages = torch.tensor([[1.0], [-1.0]])
-    loss, metrics = loss_of((log_probs, old, old, torch.ones(2, 3), advantages))
+    loss, _ = loss_of((log_probs, old, old, torch.ones(2, 3), advantages))
     loss.backward()
     assert loss.isfinite() and log_probs.grad.isfinite().all()
-    assert all(value.isfinite() for value in metrics.values())
 
 
-def test_half_precision_is_computed_in_float32():
-    log_probs, *others = reference_tensors()
-    assert loss_of((log_probs.bfloat16(), *others))[0].dtype == torch.float32
+def test_rewards_by_hand():
+    """Of two rows of three tokens: evidence less KL, or P(natural)."""
+    mask = torch.tensor([[False, True, True], [True, True, True]])
+    evidence, log_probs, start = torch.tensor(
+        [[[9.0, 1, 2], [0, 3, 0]], [[0, -1, -2], [-1, -1, -1]], [[0, -2, -2], [-3, -1, -1]]]
+    )
+    natural = torch.tensor([0.2, 0.7])
+    likelihood = Scores(start, {"evidence": evidence}, {"reward": natural}, {})
+    tokens = evidence - (log_probs - start)
+    assert torch.equal(token_rewards(likelihood, log_probs), tokens)
+    assert sequence_rewards(likelihood, log_probs, mask).tolist() == pytest.approx([1.0, 1 / 3])
+    other = Scores(start, {}, {"reward": natural}, {})
+    assert torch.equal(sequence_rewards(other, log_probs, mask), natural)
+
+
+@pytest.mark.parametrize("credit", ["token", "sequence", "exact", "no model"])
+def test_each_part_is_compared_by_itself_and_weighted(credit):
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    rewards = torch.rand(4, 1)
+    evidence, log_probs, start = torch.rand(3, 4, 3)
+    batch = Rollouts(torch.zeros(4, 4, dtype=torch.int64), mask, log_probs)
+    function = Mock(short_name="one", weight=-3.0)
+    scores = Scores(start, {}, {"reward_one": rewards[:, 0]}, {})
+    if credit != "no model":
+        scores.tokens["evidence"], scores.rows["reward"] = evidence, torch.rand(4)
+
+    def compared(rewards: torch.Tensor) -> torch.Tensor:
+        if credit == "token":
+            return token_advantages(rewards.expand(4, 3), mask, 2)
+        return group_advantages(rewards[:, 0], 2)[:, None]
+
+    expected = -3 * compared(rewards)
+    if credit == "token":
+        expected = expected + compared(token_rewards(scores, log_probs))
+    if credit == "sequence":
+        expected = expected + compared(sequence_rewards(scores, log_probs, mask)[:, None])
+    used = credit if credit != "no model" else "sequence"
+    found = compute_advantages(batch, scores, [function], used, 2)
+    torch.testing.assert_close(found, expected.expand(4, 3))
