@@ -146,15 +146,16 @@ class WholeSplitBatches:
         self.tokens = tokens
         self.device = device
         num_windows, num_left = divmod(num_targets, block_size)
-        count = num_windows
+        windows = np.arange(num_windows)
         if most is not None and num_targets > most and num_windows > 0:
             count = max(1, most // block_size)
+            windows = evenly_spaced(np.arange(count), num_windows, count)
             num_left = 0
-        starts = evenly_spaced(np.arange(count), num_windows, count) * block_size
+        starts = windows * block_size
         # the starts of each batch's windows, and their length
         self.batches = [
             (starts[first : first + batch_size], block_size)
-            for first in range(0, count, batch_size)
+            for first in range(0, len(starts), batch_size)
         ]
         if num_left > 0:
             self.batches.append((np.array([num_targets - num_left]), num_left))

@@ -11,7 +11,6 @@ import functools
 import io
 import os
 import pickle
-import sys
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from common.files import atomic_path, hash_bytes, reading, write_text
-from common.process import UserError, first_line, require
+from common.process import UserError, require
 
 MAX_VOCAB_SIZE = 65536  # tokens are uint16
 BPE_VOCAB_SIZE = 50257
@@ -188,8 +187,6 @@ class TokenizationManager:
         if method not in VOCABULARY_FILES:
             self._set({"method": method})
             return
-        if not meta_path and data_path is None:
-            raise MetaFileError(f"meta_path is required when tokenization is {method!r}")
         path = Path(meta_path or folder / VOCABULARY_FILES[method])
         if not path.is_file():
             raise MetaFileError(
@@ -244,8 +241,7 @@ class TokenizationManager:
         elif self.method == "char":
             self.chars = record["chars"]
             self.vocab_size = len(self.chars)
-            self._ids = np.zeros(sys.maxunicode + 1, dtype=np.uint16)  # by code point
-            self._ids[code_points_of(self.chars)] = np.arange(self.vocab_size)
+            self._ids = {char: token for token, char in enumerate(self.chars)}
         elif self.method == "tokenizer":
             import tokenizers  # here, because most corpora do not need it
 
@@ -270,8 +266,7 @@ class TokenizationManager:
             )
             library.add_special_tokens(["<|endoftext|>"])
         else:
-            vocabulary = {char: token for token, char in enumerate(self.chars)}
-            library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=""))
+            library = tokenizers.Tokenizer(tokenizers.models.WordLevel(self._ids, unk_token=""))
             any_character = tokenizers.Regex(r"[\s\S]")
             library.pre_tokenizer = tokenizers.pre_tokenizers.Split(any_character, "isolated")
             library.decoder = tokenizers.decoders.Fuse()
@@ -280,9 +275,9 @@ class TokenizationManager:
     def save(self, folder: Path) -> None:
         """Write a corpus's vocabulary: meta.pkl or tokenizer.json; bpe needs no file."""
         if self.chars is not None:
-            save_meta(folder / VOCABULARY_FILES["char"], self.chars)
+            save_meta(folder / "meta.pkl", self.chars)
         elif self.tokenizer_json is not None:
-            write_text(folder / VOCABULARY_FILES["tokenizer"], self.tokenizer_json)
+            write_text(folder / "tokenizer.json", self.tokenizer_json)
 
     def identity(self) -> str:
         """Return a phrase that differs between tokenizers which give the same text other ids."""
@@ -307,15 +302,16 @@ class TokenizationManager:
         text and adds none.
         """
         if self.method == "char":
-            unknown = sorted(set(text).difference(str(self.chars)))
+            unknown = sorted(set(text).difference(self._ids))
             require(
                 not unknown,
                 f"the vocabulary ({self.meta_path}) lacks the characters "
                 f"{' '.join(map(ascii, unknown[:10]))}: replace them in the text, or use a "
                 "meta.pkl made from it",
             )
-            return self._ids[code_points_of(text)]
-        try:
+            return np.fromiter(map(self._ids.get, text), np.uint16, len(text))
+        # The libraries refuse a word without a token, or a million white spaces in a row.
+        with reading("the text", "use another tokenizer"):
             if self.method == "bpe":
                 ids = _gpt2_encoding().encode_to_numpy(text, disallowed_special=())
             elif self.method == "tokenizer":
@@ -325,9 +321,6 @@ class TokenizationManager:
             else:
                 ids = np.array(text.split(), dtype=np.int64)
                 self.decode(ids)  # check the range
-        except Exception as error:  # a word without a token; a million white spaces in a row
-            reason = first_line(error)
-            raise UserError(f"ERROR: the tokenizer cannot encode the text: {reason:.200}") from None
         return ids.astype(np.uint16)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -346,11 +339,6 @@ class TokenizationManager:
             return self._library.decode(tokens, skip_special_tokens=False)
         assert self.chars is not None, self.method
         return "".join(self.chars[token] for token in tokens)
-
-
-def code_points_of(text: str) -> np.ndarray:
-    """Return the code points (T,) uint32 of a text."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
 def pieces(decode: Callable[[np.ndarray], str], ids: np.ndarray, ends: Iterable[int]) -> list[str]:

@@ -27,7 +27,7 @@ import numpy as np
 from common.files import atomic_path, read_json, read_pieces, text_file
 from common.log import progress
 from common.process import require
-from tokenization_manager import VOCABULARY_FILES, TokenizationManager
+from tokenization_manager import TokenizationManager
 
 # Byte-pair tokens are learned from at most so many characters, which takes about ten seconds.
 LEARNED_CHARACTERS = 20_000_000
@@ -39,7 +39,7 @@ PART_CHARACTERS = 1 << 19
 # change if it is cut before the first space or newline after a word.
 WHOLE_WORDS = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 TITLES_FILE = "titles.json"  # the works in train.bin
-TOKEN_FILES = ("train.bin", "val.bin", "test.bin")
+CORPUS_FILES = ("meta.pkl", "tokenizer.json", "train.bin", "val.bin", "test.bin", TITLES_FILE)
 Segments = Sequence[tuple[str, int]]
 
 
@@ -243,7 +243,7 @@ def prepare_texts(
                 f"block_size={block_size} needs {block_size + 1:,}: add text, or use a smaller "
                 "block",
             )
-        for name in (*VOCABULARY_FILES.values(), *TOKEN_FILES, TITLES_FILE):
+        for name in CORPUS_FILES:
             (folder / name).unlink(missing_ok=True)
         # The vocabulary is there before the token files get their names: without it, they would be
         # read as GPT-2's tokens.

@@ -83,21 +83,21 @@ def ensure_corpus(folder: Path) -> Path:
         return path
     try:
         text = fetch_tiny_shakespeare()
-    except UserError as error:
+    except (OSError, UserError) as error:
         reason = first_line(error)
-        print(f"corpus: the complete works instead of tiny Shakespeare ({reason})")
+        print(f"corpus: the complete works instead of tiny Shakespeare, {TINY_URL} ({reason})")
         text = "".join(fetch_complete_works().values())
     write_text(path, text)
     return path
 
 
 def fetch_tiny_shakespeare() -> str:
-    """Fetch nanoGPT's corpus: 1,115,394 characters, 65 distinct."""
-    try:
-        with urllib.request.urlopen(TINY_URL, timeout=5) as response:
-            data = response.read(1 << 22)
-    except OSError as error:
-        raise UserError(f"ERROR: cannot fetch {TINY_URL}: {error}") from None
+    """Fetch nanoGPT's corpus: 1,115,394 characters, 65 distinct.
+
+    Raise OSError if it cannot be reached, UserError if it is another text.
+    """
+    with urllib.request.urlopen(TINY_URL, timeout=5) as response:
+        data = response.read(1 << 22)
     is_expected = hash_bytes(data) == TINY_SHA256
     require(is_expected, f"{TINY_URL} does not have the expected sha256, {TINY_SHA256}")
     return data.decode()

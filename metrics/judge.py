@@ -16,8 +16,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenization_manager import code_points_of
-
 ORDER = 6  # characters of the longest n-grams; with many characters fewer, so that 62 bits suffice
 MAX_CHARACTERS = 4_000_000  # of the texts that are counted, the first; they take about 0.3 GB
 UNSEEN = 0  # id of the characters that the texts lack
@@ -89,3 +87,8 @@ def packed(ids: np.ndarray, length: int, base: int) -> np.ndarray:
     for offset in range(length):
         keys = keys * base + ids[offset : offset + count]
     return keys
+
+
+def code_points_of(text: str) -> np.ndarray:
+    """Return the code points (T,) uint32 of a text."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

@@ -137,8 +137,6 @@ def test_rule_3_everything_else_is_bpe(tmp_path):
 
 
 def test_impossible_choices_are_refused(char_folder, tmp_path):
-    with pytest.raises(MetaFileError, match="meta_path is required when tokenization is 'char'"):
-        TokenizationManager("char")
     with pytest.raises(UserError, match=r"method='words': .*, 'tokenizer' or 'ids'"):
         TokenizationManager("words")
     with pytest.raises(UserError, match=r"not found: .*absent"):
