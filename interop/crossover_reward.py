@@ -286,15 +286,14 @@ class CrossoverReward:
         Raise UserError, and change nothing, if the file is damaged or of another generator.
         """
         state = load_state(path, WAY_OUT)
-        fitted = self.head.fitted()
         with reading(path, WAY_OUT), self._unchanged_after_error():
             kind = state["kind"]
             require(kind == self.head.kind, f"it holds {kind}, not {self.head.kind}")
-            tensors = state["tensors"]
-            for name, tensor in fitted.items():
-                is_right = tensors[name].shape == tensor.shape and tensors[name].isfinite().all()
-                require(bool(is_right), f"invalid {name}")
-            copy_tensors(tensors, fitted)
+            for name, target in self.head.fitted().items():
+                tensor = state["tensors"][name]
+                is_right = tensor.shape == target.shape and bool(tensor.isfinite().all())
+                require(is_right, f"invalid {name}")
+                target.copy_(tensor)
             figures = dict(state["figures"])
             samples = state["samples"]
             if samples is not None:
