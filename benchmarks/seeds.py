@@ -87,10 +87,10 @@ def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dic
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "output.txt", "w", encoding="utf-8") as file:
         subprocess.run(command, check=True, env=environment, stdout=file, stderr=file)
-    models = measured(Ledger(folder), cycle=1)
+    models = measured(Ledger(folder))
     figures = {}
     for name in MODELS:
-        found = models.get(name, {})  # no controls, where GRPO did not start
+        found = models.get((1, name), {})  # no controls, where GRPO did not start
         figures[name] = {figure: found.get(figure) for figure in FIGURES}
     return figures
 

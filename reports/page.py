@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.files import write_text
 from common.process import warn
-from cycles.ledger import Ledger
+from cycles.ledger import Ledger, artefact
 from reports import summary, table
 from reports.passages import read_passages
 from reports.pictures import draw_pictures
@@ -33,9 +33,8 @@ def make_page(ledger: Ledger) -> str:
     reward_models = ledger.finished("reward_model")
     if reward_models:
         cycle = reward_models[-1]["cycle"]
-        passages = read_passages(
-            folder / f"reward_data_v{cycle}", folder / f"reward_model_v{cycle}.pt"
-        )
+        reward_data = folder / artefact("reward_data", cycle)
+        passages = read_passages(reward_data, folder / artefact("reward_model", cycle))
     return render(
         "page.html",
         name=folder.resolve().name,

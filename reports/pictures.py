@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.log import read_records
-from cycles.ledger import Record
+from cycles.ledger import Record, artefact
 from reports.results import Model, Results
 
 # Okabe and Ito, "Color Universal Design" (2008): distinct for colour-blind readers too.
@@ -41,8 +41,9 @@ def draw_pictures(results: Results, folder: Path) -> list[str]:
         if measured:
             images.append(image(quality_picture(measured)))
         if results.cycle:
-            log = read_records(folder / f"base_model_v{results.cycle + 1}.jsonl")
-            images.append(image(progress_picture(log)))
+            policy = folder / artefact("policy", results.cycle)
+            records = read_records(policy.with_suffix(".jsonl"))
+            images.append(image(progress_picture(records)))
     return images
 
 

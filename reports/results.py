@@ -120,8 +120,9 @@ def read_models(ledger: Ledger, last_cycle: int) -> list[Model]:
 
     The user's own natural model, which no stage trains, follows the generator.
     """
+    figures = measured(ledger)
     names = list(ledger.about["planned"])
-    if "natural_model" in measured(ledger, last_cycle):
+    if (last_cycle, "natural_model") in figures:
         names.insert(1, "natural_model")
     models = []
     for name in names:
@@ -138,23 +139,22 @@ def read_models(ledger: Ledger, last_cycle: int) -> list[Model]:
             label = kind
             if ledger.about["settings"]["num_cycles"] > 1:
                 label += f", cycle {cycle}"
-        of_cycle = measured(ledger, cycle)
-        figures = of_cycle.get(name, {})
-        policy = of_cycle.get(f"base_model_v{cycle + 1}", {})
+        own = figures.get((cycle, name), {})
+        policy = figures.get((cycle, f"base_model_v{cycle + 1}"), {})
         differences = {}
         if kind != "policy":
-            differences = subtract(policy, figures)
-        seconds = seconds_of(ledger, name)
-        models.append(Model(kind, label, cycle, seconds, figures, differences))
+            differences = subtract(policy, own)
+        models.append(Model(kind, label, cycle, seconds_of(ledger, name), own, differences))
     return models
 
 
-def measured(ledger: Ledger, cycle: int) -> dict[str, dict[str, Any]]:
-    """Return the figures of the models that a cycle evaluated, by name, the controls last."""
+def measured(ledger: Ledger) -> dict[tuple[int, str], dict[str, Any]]:
+    """Return the figures of all models that are evaluated, by cycle and name."""
     figures = {}
-    for stage in ("evaluation", "controls"):
-        for name, record in ledger.figures(f"{stage}_v{cycle + 1}").items():
-            figures[name] = page_figures(record)
+    for stage in ledger.finished():
+        if stage["kind"] in ("evaluation", "controls"):
+            for name, record in stage["figures"].items():
+                figures[stage["cycle"], name] = page_figures(record)
     return figures
 
 

@@ -1,6 +1,6 @@
 """What a run shows, in words: a sentence, a reason, and three numbers before and after GRPO.
 
-python -c "from reports.summary import *; print(headline(Results(Ledger(Path('out/my_novel')))))"
+python run_cycles.py --text my_novel.txt --natural_text other_novels/
 """
 
 import math
