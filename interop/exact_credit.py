@@ -1,7 +1,5 @@
 """Credit over the whole vocabulary: the divergence of a policy from the mixture of two models.
 
-    python -c "from interop.exact_credit import exact_terms; help(exact_terms)"
-
 Logits exist only for a piece of the positions at a time, and the gradient of a piece is computed at
 once: nothing of size V waits for the backward pass, or is computed twice.
 Shapes: B sequences of N tokens, the last C of them completions, m of which count; H channels, which

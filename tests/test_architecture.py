@@ -244,6 +244,7 @@ def test_every_file_begins_with_its_purpose_and_does_no_work(path):
     tree = parse(path)
     docstring = ast.get_docstring(tree) or ""
     assert docstring.split("\n\n")[0].endswith(".")
+    assert "help(" not in docstring, "a command that shows something, or none"
     for node in tree.body:
         assert not isinstance(node, ast.For | ast.While | ast.With | ast.Try)
         if isinstance(node, ast.If):
