@@ -2,22 +2,23 @@
 
     python train_grpo.py --base_model_path base_model_v1.pt --reward_model_path reward_model_v1.pt
 
-At each position of a text that the policy has written, the default compares all possible next
-tokens, where GRPO compares a group of sampled completions. This is the expectation of GRPO's update
-over the next token, and equals on-policy distillation: it descends KL(policy || m) at the policy's
-own prefixes, m the reward model's mixture of a natural model p and the policy's start q. The forms
-that sample are --credit token and sequence, and the rewards of your own functions.
+At each position that the policy has written, the default compares all possible next tokens instead
+of a group of sampled completions. This is the expectation of GRPO's update over the next token, and
+equals on-policy distillation: it lowers KL(policy || m), m the reward model's mixture of a natural
+model p and the policy's start q. The sampled forms are --credit token and --credit sequence, and
+rewards by your own functions are always sampled.
 
 Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) repeats these steps:
 
     sample      the policy pi_old completes each of P prompts G times (G is 1 in the default)
     score       frozen models read the completions: log q and log m of each token, P(natural) of
                 each text; a likelihood head's reward of a token is log(m / pi_old)
-    update      exact:   descend KL(pi || m) = -E[log(m / pi)] over all next tokens
-                sampled: descend -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon) A) + beta KL,
-                         ratio = pi / pi_old of the sampled token, and its advantage A is its
-                         reward relative to its group, (r - mean) / std
-                both:    with a reward model and functions of yours, which have no distribution
+    update      exact (the default) descends KL(pi || m), the mean of -log(m / pi) over all next
+                tokens weighted by pi; sampled descends
+                -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon) A) + beta KL(pi || q),
+                where ratio = pi / pi_old of the sampled token and A is its advantage, its reward
+                relative to its group: (r - mean) / std. With a reward model and functions of
+                yours, exact loss and sampled loss are added
     evaluate    measure the policy on other prompts; keep the best one, with functions the last
 
 Reads a generator, a reward model and/or reward functions, and natural text for prompts. Writes the
@@ -339,7 +340,7 @@ def add_gradients(
         with autocast(ids.device):
             hidden = policy.trunk(ids[:, :-1])[mask]  # (m, C), the only pass of the trunk
             if settings.credit == "exact":
-                # KL(pi || m) over all next tokens at each written position
+                # KL(pi || m) over all next tokens, at each written position
                 divergence, log_probs = exact_divergence(
                     policy, scorer.reward_model, hidden, ids, mask, frozen
                 )  # (R, N - 1) each
@@ -404,14 +405,14 @@ def write_policy(
         kept = f"the policy of step {record['kept_step']}"
     print0(f"\nStopped after {record['steps']} steps by {record['stop_reason']}; kept {kept}")
     print0(f"Saved {path}")
-    base_path = str(settings.base_model_path)
-    words = ["python", "evaluate.py", "--checkpoints", base_path, settings.output_path]
-    words += ["--baseline", base_path, "--dataset", settings.dataset, "--part", "report"]
-    if settings.reward_model_path is not None:
-        words += ["--reward_model_path", settings.reward_model_path]
-    for name in ("reward_function", "function_weight"):
-        values = getattr(settings, name)
-        if values is not None:
+    start = str(settings.base_model_path)
+    words = ["python", "evaluate.py", "--checkpoints", start, settings.output_path]
+    words += ["--baseline", start, "--part", "report"]
+    for name in ("dataset", "reward_model_path", "reward_function", "function_weight"):
+        values = getattr(settings, name) or ()
+        if isinstance(values, str):
+            values = (values,)
+        if values:
             words += [f"--{name}", *map(str, values)]
     print0(f"Measure it on text that selected nothing:\n  {shlex.join(words)}")
 

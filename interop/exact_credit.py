@@ -71,37 +71,37 @@ def exact_terms(
     states = states_before(policy, ids, attention_mask, C)[mask]  # (m, H)
     states = states.to(layer.weight.dtype)  # which cast_lm_head_to_fp32 changes
     trained = [weight for weight in layer.parameters() if weight.requires_grad]
-    of_states = torch.zeros_like(states)
     of_layer = [torch.zeros_like(weight, dtype=torch.float32) for weight in trained]
-    terms = torch.zeros(len(TERMS), len(tokens), device=ids.device)
+    of_states = []
+    parts = []
     V = policy.config.vocab_size
     size = max(1, PIECE_LOGITS // V)
-    for first in range(0, len(tokens), size):
-        piece = slice(first, first + size)
-        leaf = states[piece].detach().requires_grad_()
+    inputs = (states.detach(), *frozen, tokens, weights)
+    pieces = zip(*(each.split(size) for each in inputs), strict=True)
+    for leaf, natural, start, chosen, factors in pieces:  # k positions each
+        leaf.requires_grad_()
         # Called as a module, the layer would make FSDP2 take `grad` for the backward pass.
         logits = linear(leaf, layer.weight, layer.bias)[:, :V].float()
         log_probs = logits.log_softmax(-1)  # (k, V)
         with torch.no_grad():
-            natural = logits_of(head.natural, frozen[0][piece])
-            start = logits_of(head.generator, frozen[1][piece])
-            evidence, start = head.distributions((natural, start))  # (k, V) each
-        losses = divergence(log_probs, evidence, start)  # (k,)
+            logits_of_both = (logits_of(head.natural, natural), logits_of(head.generator, start))
+            evidence, log_q = head.distributions(logits_of_both)  # (k, V) each
+        losses = divergence(log_probs, evidence, log_q)  # (k,)
         if torch.is_grad_enabled():
-            found = torch.autograd.grad(weights[piece] @ losses, (leaf, *trained))
-            of_states[piece] = found[0]
+            found = torch.autograd.grad(factors @ losses, (leaf, *trained))
+            of_states.append(found[0])
             for total, gradient in zip(of_layer, found[1:], strict=True):
                 total += gradient
         with torch.no_grad():
-            values = (log_probs - start, evidence, log_probs)
-            terms[0, piece] = losses
-            terms[1, piece] = -(log_probs.exp() * log_probs).sum(-1)
-            for row, of_tokens in enumerate(values, 2):
-                terms[row, piece] = of_tokens.gather(1, tokens[piece, None])[:, 0]
+            entropy = -(log_probs.exp() * log_probs).sum(-1)
+            by_token = (log_probs - log_q, evidence, log_probs)  # (k, V) each
+            of_tokens = [values.gather(1, chosen[:, None])[:, 0] for values in by_token]
+            parts.append(torch.stack((losses, entropy, *of_tokens)))  # (5, k)
+    terms = torch.cat(parts, 1)  # (5, m)
     loss = weights @ terms[0]
     results = dict(zip(TERMS, terms, strict=True))
     if torch.is_grad_enabled():
-        loss = KnownGradient.apply(loss, [of_states, *of_layer], states, *trained)
+        loss = KnownGradient.apply(loss, [torch.cat(of_states), *of_layer], states, *trained)
         if needs_samples:
             results["log_probs"], results["entropy"], *_ = ChunkedLogProbFunction.apply(
                 states, layer.weight, layer.bias, tokens, 1.0, CHUNK_IDS, None, 1.0, ("entropy",)
