@@ -23,8 +23,7 @@ from common.files import read_text, write_json
 from common.log import format_metrics, print0
 from common.process import require, run_main, warn
 from common.settings import Errors, Settings, parse_settings, setting
-from corpus.corpus import Corpus, open_corpus
-from data_loader import open_token_file, validation_part
+from data_loader import Corpus, open_corpus, open_token_file, validation_part
 from generation.completions import Completer
 from generation.prompts import Prompts, draw_prompts, spread_prompts
 from grpo.evaluation import EVAL_SAMPLES, measure_completions

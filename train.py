@@ -29,8 +29,7 @@ from common.files import is_hub_name
 from common.log import format_metrics, format_size, print0, start_tracker
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
-from corpus.corpus import Corpus, open_corpus
-from data_loader import get_batch, validation_part
+from data_loader import Corpus, get_batch, open_corpus, validation_part
 from losses import text_losses
 from metrics.bootstrap import bootstrap_blocks
 from model import GPT, GPTConfig

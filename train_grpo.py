@@ -42,7 +42,7 @@ from common.device import autocast, select_device, select_dtype
 from common.log import format_size, print0, start_tracker
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
-from corpus.corpus import open_corpus
+from data_loader import open_corpus
 from grpo.evaluation import evaluate_policy
 from grpo.exact import exact_divergence
 from grpo.rollouts import Rollouts, sample

@@ -32,7 +32,7 @@ from common.files import read_json, write_json
 from common.log import print0
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
-from corpus.corpus import open_corpus
+from data_loader import open_corpus
 from evaluate import EvaluateSettings, load_model, load_text_quality, measure_losses
 from generation.completions import Completer
 from metrics.text_quality import Samples

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from common.device import autocast
-from corpus.corpus import Corpus
-from data_loader import validation_part
+from data_loader import Corpus, validation_part
 from generation.prompts import Prompts, draw_prompts
 from grpo.rollouts import complete_prompts
 from grpo.sampled import kl_estimate, sequence_rewards

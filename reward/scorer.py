@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.device import autocast
 from common.process import require, warn
-from corpus.corpus import Corpus
+from data_loader import Corpus
 from losses import scatter_to_mask, token_log_probs
 from metrics.bootstrap import MIN_BLOCKS, format_figure
 from metrics.reward_skill import better_than_constant

@@ -65,11 +65,11 @@ LOADS = {
         + "corpus cycles evaluate grpo metrics prepare_reward_data reports reward "
         + "reward_data_config reward_dataset_loader train train_grpo train_reward_model"
     ),
-    "train": MODEL + "corpus.corpus metrics.bootstrap",
+    "train": MODEL + "metrics.bootstrap",
     "prepare_reward_data": MODEL + "corpus.encode reward_data_config reward_dataset_loader",
     "train_reward_model": MODEL + "metrics reward reward_dataset_loader",
-    "train_grpo": MODEL + "corpus.corpus grpo metrics reward",
-    "evaluate": (MODEL + "corpus.corpus grpo metrics reports.rendering reports.text_page reward"),
+    "train_grpo": MODEL + "grpo metrics reward",
+    "evaluate": (MODEL + "grpo metrics reports.rendering reports.text_page reward"),
     "sample": MODEL,
     "prepare_text": "common corpus data_loader tokenization_manager",
     "reward_dataset_loader": "common data_loader generation tokenization_manager",

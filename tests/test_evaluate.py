@@ -21,9 +21,7 @@ from helpers import (
 )
 
 from common.files import read_json
-from corpus import corpus as corpus_module
-from corpus.corpus import open_corpus
-from data_loader import validation_part
+from data_loader import open_corpus, validation_part
 from evaluate import calculate_perplexity, save_temperature
 from losses import text_losses
 from tokenization_manager import TokenizationManager
@@ -46,7 +44,7 @@ def test_perplexity_weighs_targets_alike(generator):
 
 
 def test_figures_are_those_of_the_losses(tmp_path, corpus, generator, natural_model, monkeypatch):
-    monkeypatch.setattr(corpus_module, "INTERVAL_CHARACTERS", 16)
+    monkeypatch.setattr("data_loader.INTERVAL_CHARACTERS", 16)
     options = {"checkpoints": [natural_model, generator], "baseline": generator, "dataset": corpus}
     found, losses = evaluate(tmp_path, **options, part="report", calibrate=True), {}
     figures = found[str(natural_model)]

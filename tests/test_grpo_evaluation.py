@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from corpus import corpus as corpus_module
-from corpus.corpus import open_corpus
+from data_loader import open_corpus
 from generation.prompts import draw_prompts
 from grpo import evaluation
 from grpo.rollouts import written_mask
@@ -50,7 +49,7 @@ def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
     )
     scorer = RewardScorer(reference, LikelihoodRewardModel(best, q))
     scorer.reward_model.mixture.data.fill_(30.0)
-    monkeypatch.setattr(corpus_module, "INTERVAL_CHARACTERS", 8)
+    monkeypatch.setattr("data_loader.INTERVAL_CHARACTERS", 8)
     monkeypatch.setattr(evaluation, "EVAL_TOKENS", 64)
     opened = open_corpus(str(corpus), 17)
     completed = Mock(side_effect=evaluation.complete_prompts)

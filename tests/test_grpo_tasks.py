@@ -12,7 +12,7 @@ from helpers import TINY_GRPO, assert_same_weights, succeed, weights
 import train_grpo
 from common.log import read_records
 from common.settings import parse_sections
-from corpus.corpus import Corpus
+from data_loader import Corpus
 from grpo import stopping
 from losses import token_log_probs
 from reward.scorer import Scores

@@ -25,7 +25,6 @@ from helpers import (
 import train
 from common.distributed import Ranks
 from common.log import read_records
-from corpus import corpus as corpus_module
 from data_loader import WholeSplitBatches
 from losses import text_losses, token_losses
 from tokenization_manager import TokenizationManager
@@ -273,7 +272,7 @@ def test_patience_ends_a_run(options):
 def test_an_evaluation_reads_a_fixed_subset_and_gives_its_interval(monkeypatch, tmp_path, corpus):
     """Of the 52 blocks of 4 tokens of the select part 12, evenly spaced."""
     monkeypatch.setattr(train, "EVAL_TOKENS", 51)
-    monkeypatch.setattr(corpus_module, "INTERVAL_CHARACTERS", 4)
+    monkeypatch.setattr("data_loader.INTERVAL_CHARACTERS", 4)
     options = {
         **TINY_TRAIN,
         "block_size": 4,

@@ -12,8 +12,7 @@ import torch
 from helpers import ROOT, write_token_files
 
 from common.process import UserError
-from corpus.corpus import open_corpus
-from data_loader import data_record
+from data_loader import data_record, open_corpus
 from model import GPT, GPTConfig
 from reward.heads import build_reward_model
 from tokenization_manager import TokenizationManager
