@@ -88,8 +88,8 @@ class EvaluateSettings(Settings):
             return
         remedy = "Pass the checkpoint with --checkpoints"
         errors.check(bool(self.checkpoints), "checkpoints is required", remedy)
-        is_val = self.split == "val" or self.part == "whole"
-        errors.check(is_val, f"part is ignored when split is {self.split!r}", "Remove --part")
+        if self.split != "val":
+            self.check_ignored(errors, ["part"], f"when split is {self.split!r}")
         is_unseen = self.split == "test" or (self.split, self.part) == ("val", "report")
         what = "calibrate fits on the select part, which the text measured must not contain"
         errors.check(is_unseen or not self.calibrate, what, "Add --part report or --split test")
@@ -104,9 +104,8 @@ class EvaluateSettings(Settings):
         """Check that a text comes with a reward model, and without options that have no effect."""
         is_read = self.reward_model_path is not None
         errors.check(is_read, "text needs a reward model: pass it with --reward_model_path")
-        for member in fields(self):
-            is_used = member.name in READING_OPTIONS or getattr(self, member.name) == member.default
-            errors.check(is_used, f"{member.name} has no effect with text: leave it out")
+        names = [member.name for member in fields(self) if member.name not in READING_OPTIONS]
+        self.check_ignored(errors, names, "with text")
 
 
 def calculate_perplexity(

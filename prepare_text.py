@@ -59,11 +59,8 @@ class PrepareTextSettings(Settings):
             "one of name and out_dir is required",
             "Set the name of the corpus with --name, or its folder with --out_dir",
         )
-        errors.check(
-            self.vocab_size == PrepareTextSettings.vocab_size or self.tokenization == "learned_bpe",
-            f"vocab_size={self.vocab_size} is ignored without tokenization=learned_bpe",
-            "Leave out --vocab_size, or use --tokenization learned_bpe",
-        )
+        if self.tokenization != "learned_bpe":
+            self.check_ignored(errors, ["vocab_size"], "without tokenization=learned_bpe")
         errors.check(
             (self.tokenization is None) != (self.tokenizer is None),
             "one of tokenization and tokenizer is required",

@@ -70,9 +70,7 @@ class RewardDataConfig(Settings):
     def check_settings(self, errors: Errors) -> None:
         """Check that files exist, and that no given setting is ignored by the mode."""
         mode = str(self.input_mode)
-        for name in IGNORED[mode]:
-            is_default = getattr(self, name) == getattr(RewardDataConfig, name)
-            errors.check(is_default, f"{name} is ignored in {mode} mode", f"Remove --{name}")
+        self.check_ignored(errors, IGNORED[mode], f"in {mode} mode")
         for name, title in NEEDED[mode].items():
             value = getattr(self, name) or ""
             errors.check(value != "", f"{name} is required in {mode} mode", f"Specify --{name}")
@@ -87,8 +85,5 @@ class RewardDataConfig(Settings):
             f"meta_path is required when tokenization is {self.tokenization!r}",
             "Specify --meta_path when using character tokenization, or use --tokenization auto",
         )
-        errors.check(
-            not self.meta_path or self.tokenization != "bpe",
-            "meta_path is ignored when tokenization is 'bpe'",
-            "Remove --meta_path",
-        )
+        if self.tokenization == "bpe":
+            self.check_ignored(errors, ["meta_path"], "when tokenization is 'bpe'")

@@ -79,7 +79,7 @@ class GRPOSettings(Settings):
     """checkpoint of the reward model (required without a reward_function)"""
     dataset: str = setting("shakespeare_char", changeable=True)
     """folder of train.bin (prompts) and val.bin (evaluation), or its name in data/"""
-    output_path: str = setting("logs/grpo_model.pt", changeable=True)
+    output_path: str = setting("logs/grpo_model.pt", suffix=".pt", changeable=True)
     """file for the improved generator; the records are written next to it (.jsonl)"""
     init_from: Literal["scratch", "resume"] = setting("scratch", changeable=True)
     """scratch, or resume an interrupted run of the same settings"""
@@ -153,13 +153,8 @@ class GRPOSettings(Settings):
             ),
         )
         for applies, names, reason in unused:
-            for name in names:
-                value = getattr(self, name)
-                errors.check(
-                    not applies or value == getattr(GRPOSettings, name),
-                    f"{name}={value} is ignored with {reason}",
-                    f"Leave out {name}",
-                )
+            if applies:
+                self.check_ignored(errors, names, f"with {reason}")
         has_function = self.reward_function and self.credit != "exact"
         errors.check(
             bool(has_function or self.reward_model_path),
@@ -171,11 +166,6 @@ class GRPOSettings(Settings):
             may_be_exact or self.group_size != 1,
             f"group_size=1 leaves credit={self.credit} nothing to compare",
             "Use --group_size 2 or more, or --credit exact without a reward_function",
-        )
-        errors.check(
-            Path(self.output_path).suffix == ".pt",
-            f"output_path={self.output_path}: the name of a model must end in .pt",
-            "Choose another name",
         )
 
     def resolved(self, is_ratio: bool) -> "GRPOSettings":

@@ -50,7 +50,7 @@ class RewardModelSettings(Settings):
     """checkpoint of the generator that wrote the synthetic part (required)"""
     data_dir: str = "data/reward_dataset"
     """reward dataset, made by prepare_reward_data.py"""
-    output_path: str = "logs/reward_model.pt"
+    output_path: str = setting("logs/reward_model.pt", suffix=".pt")
     """the reward model; its records (.jsonl) are next to it"""
     overwrite: bool = False
     """replace an output that exists"""
@@ -76,12 +76,7 @@ class RewardModelSettings(Settings):
     """seed of the head's weights and the samples' order"""
 
     def check_settings(self, errors: Errors) -> None:
-        """Check the output's name, and the options that depend on the head."""
-        errors.check(
-            Path(self.output_path).suffix == ".pt",
-            f"output_path={self.output_path}: the name of a model must end in .pt",
-            "Choose another name",
-        )
+        """Check that a likelihood head has a natural model, and no option of a last head."""
         if self.head == "last":
             return
         errors.check(
@@ -91,13 +86,7 @@ class RewardModelSettings(Settings):
             "--checkpoint_name NAME.pt`",
             "Pass it with --natural_model_path",
         )
-        for name in LAST_OPTIONS:
-            value = getattr(self, name)
-            errors.check(
-                value == getattr(RewardModelSettings, name),
-                f"{name}={value} has no effect with head=likelihood",
-                f"Leave out --{name}, or choose --head last",
-            )
+        self.check_ignored(errors, LAST_OPTIONS, "with head=likelihood, but not with head=last")
 
 
 def run(settings: RewardModelSettings) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import operator
 import re
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -87,9 +87,10 @@ def setting(default: Any, **rules: Any) -> Any:
 
     minimum, maximum, above, below: the range of a number.
     model_file='required' or 'optional': the setting names one or more models, which must exist.
+    suffix: what the text ends in.
     changeable=True: a resumed run may have another value.
     """
-    assert rules.keys() <= {*BOUNDS, "model_file", "changeable"}, rules
+    assert rules.keys() <= {*BOUNDS, "model_file", "suffix", "changeable"}, rules
     return field(default=default, metadata=rules)
 
 
@@ -125,6 +126,12 @@ class Settings:
     def check_settings(self, errors: Errors) -> None:
         """Add the errors that the rules of single settings cannot find; for subclasses."""
 
+    def check_ignored(self, errors: Errors, names: Iterable[str], reason: str) -> None:
+        """Check that settings which would be ignored, and why, have their defaults."""
+        for name in names:
+            is_default = getattr(self, name) == getattr(type(self), name)
+            errors.check(is_default, f"{name} is ignored {reason}", f"Remove --{name}")
+
 
 def _check_number(member: Field[Any], value: float, errors: Errors) -> None:
     """Check that a number is within its bounds and fits into 64 bits."""
@@ -142,6 +149,9 @@ def _check_text(member: Field[Any], value: str, errors: Errors) -> None:
     """Check that a text can be a path, and that a model exists, here or as a name of GPT-2."""
     error = f"{member.name}={value!r}: no argument and no path can hold that character"
     errors.check(not NO_PATH.search(value), error)
+    suffix = member.metadata.get("suffix", "")
+    error = f"{member.name}={value}: must end in {suffix}"
+    errors.check(value.endswith(suffix), error, "Choose another name")
     if "model_file" in member.metadata:
         exists = errors.exists(value) or is_hub_name(value)
         remedy = "Check that the model checkpoint file exists and the path is correct"

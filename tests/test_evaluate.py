@@ -205,7 +205,7 @@ def test_the_beginning_of_generated_text_is_found(reading, tmp_path):
 REFUSED = """
 --reward_model_path None => text needs a reward model
 --reward_model_path last.pt => the head of last.pt has no output per token
---samples 5 => samples has no effect with text
+--samples 5 => samples is ignored with text
 --text one.txt => has too few tokens (1)
 --text zhe.txt => lacks the characters '\\u0416'
 """

@@ -145,7 +145,7 @@ def test_texts_that_are_too_short_and_a_folder_named_for_characters():
 REFUSED = """
 --out_dir here => one of name and out_dir
 --tokenizer here => one of tokenization and tokenizer is required
---vocab_size 300 => vocab_size=300 is ignored without tokenization=learned_bpe
+--vocab_size 300 => vocab_size is ignored without tokenization=learned_bpe
 --tokenization learned_bpe --vocab_size 256 => vocab_size=256: must be >= 257
 --train_split 1.0 => train_split=1.0
 --block_size 0 => block_size=0

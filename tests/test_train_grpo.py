@@ -141,10 +141,10 @@ def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(
 REFUSED = """
 --credit token --group_size 1 => group_size=1 leaves credit=token nothing to compare
 --epsilon .1 => but not with credit=token
---credit exact --epsilon .1 => epsilon=0.1 is ignored with credit=exact
---credit token --prefixes natural => prefixes=natural is ignored with credit=token
---prefixes natural --reward_threshold .5 => reward_threshold=0.5 is ignored with prefixes=natural
---prefixes natural --reward_function a.py:f => prefixes=natural is ignored with a reward_function
+--credit exact --epsilon .1 => epsilon is ignored with credit=exact
+--credit token --prefixes natural => prefixes is ignored with credit=token
+--prefixes natural --reward_threshold .5 => reward_threshold is ignored with prefixes=natural
+--prefixes natural --reward_function a.py:f => prefixes is ignored with a reward_function
 --reward_function a.py:f --function_weight nan => function_weight=nan: must be finite
 --reward_model_path None => reward_model_path is required
 --reward_model_path None --reward_function a.py:f --credit exact => reward_model_path is required
