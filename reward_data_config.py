@@ -6,7 +6,7 @@ python -c "from reward_data_config import RewardDataConfig as C; print(*C().erro
 from dataclasses import dataclass
 from typing import Literal
 
-from common.files import dataset_folder, text_file
+from common.files import dataset_folder
 from common.settings import Errors, Settings, setting
 from tokenization_manager import TokenizationInfo  # noqa: F401 (public here)
 
@@ -74,10 +74,9 @@ class RewardDataConfig(Settings):
         for name, title in NEEDED[mode].items():
             value = getattr(self, name) or ""
             errors.check(value != "", f"{name} is required in {mode} mode", f"Specify --{name}")
-            path = text_file(value)
             errors.check(
-                value == "" or path.is_file() or value in errors.planned,
-                f"{title} file not found: {path}",
+                value == "" or errors.exists(value),
+                f"{title} file not found: {value}",
                 "Make the corpus with data/shakespeare/prepare.py or prepare_text.py",
             )
         errors.check(

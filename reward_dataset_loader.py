@@ -155,7 +155,7 @@ def create_reward_dataloaders(
 def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that select a model, and the rows that report its skill.
 
-    The parts are the natural text's (see ValidationParts), so no text is in both, except in a
+    The parts are the natural text's (see validation_parts), so no text is in both, except in a
     dataset of a single block.
     """
     rows = np.arange(len(dataset))

@@ -99,8 +99,6 @@ def test_files_that_are_missing_and_those_that_a_mode_ignores(text_config, files
         "val_bin is ignored in text mode",
         "Data file not found: nowhere.txt",
     ]
-    (tmp_path / "empty").mkdir()
-    assert "input.txt" in errors(text_config, data_path=str(tmp_path / "empty"))[0]
     binary = dataclasses.replace(text_config, input_mode="binary")
     assert errors(binary) == [
         "data_path is ignored in binary mode",
