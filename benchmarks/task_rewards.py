@@ -8,7 +8,7 @@ train_grpo.py executes this file: --reward_function benchmarks/task_rewards.py:n
 MAX_LINE = 30  # characters
 
 
-def no_letter_e(completions: list[str]) -> list[float]:
+def no_letter_e(completions: list[str], **_: object) -> list[float]:
     """Return minus the percentage of the letter e among the letters of each completion.
 
     A completion without letters gets -100, the lowest reward.
@@ -23,7 +23,7 @@ def no_letter_e(completions: list[str]) -> list[float]:
     return rewards
 
 
-def short_lines(completions: list[str]) -> list[float]:
+def short_lines(completions: list[str], **_: object) -> list[float]:
     """Return the share of lines of at most MAX_LINE characters among each completion's lines.
 
     Count complete lines, which lie between two line breaks of the completion, without blank ones.
