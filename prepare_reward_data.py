@@ -23,6 +23,7 @@ from common.settings import parse_settings
 from corpus.encode import load_text
 from data_loader import data_record, evenly_spaced, open_token_file, text_rows
 from generation.completions import Completer, generate
+from generation.prompts import draw_crossovers
 from generation.sampling import Sampling
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig
@@ -57,8 +58,7 @@ def crossovers_and_uniforms(
         stream = random_stream(seed, "reward_data", split, block)
         draws.append(stream.random((samples, length + 1), dtype=np.float32))
     uniforms = np.stack(draws)  # (P, G, N + 1)
-    crossovers = 1 + (uniforms[..., 0].astype(np.float64) * (length - 1)).astype(np.int64)
-    return crossovers, uniforms[..., 1:]
+    return draw_crossovers(uniforms[..., 0], length), uniforms[..., 1:]
 
 
 def create_reward_samples(

@@ -30,6 +30,16 @@ class Prompts(NamedTuple):
         return completer(natural, self.prefix_lengths, self.uniforms, Sampling(temperature))
 
 
+def draw_crossovers(uniforms: np.ndarray, length: int, distinct: int | None = None) -> np.ndarray:
+    """Return crossovers K (...) int64, uniform on [1, N - 1], by uniform numbers (...) in [0, 1).
+
+    distinct: use only so many values, evenly spaced, so that rows of equal K can be generated
+    together.
+    """
+    values = np.linspace(1, length - 1, distinct or length - 1).round().astype(np.int64)
+    return values[(uniforms.astype(np.float64) * len(values)).astype(np.int64)]
+
+
 def draw_prompts(
     tokens: np.ndarray,
     length: int,

@@ -9,13 +9,13 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from common.device import random_stream
 from common.log import counted
 from common.process import require
+from generation.prompts import draw_crossovers
 from training.huggingface import load_transformers
 
 ROWS = 64  # sequences generated at a time
@@ -52,9 +52,10 @@ def draw_samples(model: Any, blocks: Tensor, num_each: int, seed: int) -> Sample
     The crossovers are spread evenly over 1 .. T - 1.
     """
     count, T = blocks.shape
-    different = np.linspace(1, T - 1, CROSSOVERS).round().astype(np.int64)
-    drawn = random_stream(seed, "fit").permutation(np.resize(different, count * num_each))
-    crossovers = torch.from_numpy(drawn)  # (m,)
+    m = count * num_each
+    places = random_stream(seed, "fit").permutation(m) % CROSSOVERS
+    uniforms = (places + 0.5) / CROSSOVERS  # each crossover equally often
+    crossovers = torch.from_numpy(draw_crossovers(uniforms, T, CROSSOVERS))  # (m,)
     natural = blocks.repeat_interleave(num_each, 0)  # (m, T)
     ids = complete(model, natural, crossovers, seed)
     return Samples(ids, crossovers, torch.arange(count).repeat_interleave(num_each))
