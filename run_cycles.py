@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from common.device import select_device
-from common.files import dataset_folder, lock_output
+from common.files import lock_output
 from common.log import print0
-from common.process import UserError, first_line, require, run_main, warn
+from common.process import require, run_main, warn
 from common.settings import (
     Errors,
     Settings,
@@ -38,7 +38,7 @@ from common.settings import (
 from corpus.encode import Text, find_texts, prepare_corpus, titles_of
 from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
 from cycles.ledger import Ledger, Record
-from cycles.plan import Stage, make_plan
+from cycles.plan import Stage, corpora, make_plan
 from evaluate import EvaluateSettings
 from metrics.reward_skill import better_than_constant
 from reports.page import write_page
@@ -124,8 +124,9 @@ def run_stages(plan: Sequence[Stage], ledger: Ledger, settings: CycleSettings) -
         if stage.kind == "reward_data":
             if has_converged(ledger, stage.cycle, settings.perplexity_patience):
                 break
-            if expectation(Results(ledger)):
-                warn(expectation(Results(ledger)))
+            expected = expectation(Results(ledger))
+            if expected:
+                warn(expected)
         if stage.kind == "policy" and not stage.settings.allow_unpredictive_reward:
             skill = ledger.figures(f"reward_model_v{stage.cycle}")["skill"]
             is_refused = not better_than_constant(skill["r2_low"])
@@ -150,12 +151,10 @@ def run_stages(plan: Sequence[Stage], ledger: Ledger, settings: CycleSettings) -
 def make(stage: Stage, ledger: Ledger, device: str) -> None:
     """Make the artefact of a stage, record it and write the page, unless that is done."""
     identity = stage.identity()
-    record = ledger.records.get(stage.name)
-    difference = ""
-    if record is not None:
-        difference = differing_settings(compared(record), compared(identity))
-        if "figures" in record and not difference and stage.artefact.exists():
-            return
+    record = ledger.records.get(stage.name, identity)
+    difference = differing_settings(compared(record), compared(identity))
+    if "figures" in record and not difference and stage.artefact.exists():
+        return
     planned = ledger.about["planned"]
     number = planned.index(stage.name) + 1
     print0(f"\n##### {number} of {len(planned)}, {stage.name}: {stage.section}")
@@ -166,15 +165,14 @@ def make(stage: Stage, ledger: Ledger, device: str) -> None:
     changes: dict[str, Any] = {"device": device}
     if state.is_file():
         changes["init_from"] = "resume"
-    elif record is not None and hasattr(stage.settings, "overwrite"):
+    elif stage.name in ledger.records and hasattr(stage.settings, "overwrite"):
         changes["overwrite"] = True
-    new_record = {"name": stage.name, "kind": stage.kind, "cycle": stage.cycle, **identity}
-    ledger.record(new_record)
+    record = {"name": stage.name, "kind": stage.kind, "cycle": stage.cycle, **identity}
+    ledger.record(record)
     began = time.monotonic()
     figures = stage.run(**changes)
     seconds = round(time.monotonic() - began, 1)
-    ledger.record({**new_record, "seconds": seconds, "figures": figures})
-    print0(f"{stage.name}: {seconds:.0f} s")
+    ledger.record({**record, "seconds": seconds, "figures": figures})
     # The next stage finds what a new process would: free memory, reward functions not executed.
     execute_file.cache_clear()
     gc.collect()
@@ -209,13 +207,7 @@ def check_plan(plan: Sequence[Stage], sections: Mapping[str, Any], given: Collec
     given: the options on the command line, as SECTION.OPTION.
     """
     errors = Errors()
-    task = sections["train_grpo"]
-    try:
-        # Executes the files, as GRPO will after the other stages.
-        load_functions(task.reward_function, task.function_weight)
-    except UserError as error:
-        errors.check(False, f"train_grpo: {first_line(error)}")
-    corpus = dataset_folder(sections["run_cycles"].dataset)
+    corpus, _ = corpora(sections["run_cycles"])
     planned = {f"{corpus}/train.bin", f"{corpus}/val.bin"}
     planned.update(str(stage.artefact) for stage in plan)
     for stage in plan:
@@ -228,6 +220,8 @@ def check_plan(plan: Sequence[Stage], sections: Mapping[str, Any], given: Collec
                 is_kept = getattr(stage.settings, option) == getattr(sections[section], option)
                 errors.check(is_kept, f"--{name}: this run sets it itself", "Leave it out")
     errors.raise_if_any()
+    task = sections["train_grpo"]
+    load_functions(task.reward_function, task.function_weight)  # as GRPO will, after other stages
 
 
 def make_own_corpora(
@@ -286,30 +280,28 @@ def main() -> None:
     used = {*contents, *[name.partition(".")[0] for name in given]}
     check_plan(make_plan(sections, used), sections, given)
 
-    # corpora
-    ledger_path = Path(settings.out_dir, "cycles.json")
-    # Texts are found before the lock: a wrong path leaves nothing behind.
+    # corpora; what is missing leaves no folder behind
     own = find_texts(settings.text)
     natural = find_texts(settings.natural_text)
+    if not settings.text:
+        corpus, natural_corpus = corpora(settings)
+        prepare_corpus(natural_corpus)  # first, as the other one may use its tokenizer
+        prepare_corpus(corpus)
+    lock_output(Path(settings.out_dir, "cycles.json"))
     if settings.text:
-        lock_output(ledger_path)
         sizes = make_own_corpora(settings, own, natural)
-        for section, values in sizes.items() if chooses_sizes else ():
-            words = [f"--{name}={value}" for name, value in values.items()]
-            print0(f"Sizes for this text, unless --{section}.OPTION is set: {' '.join(words)}")
+        for section, values in sizes.items():
             for name, value in values.items():
-                if f"{section}.{name}" not in given:
+                option = f"{section}.{name}"
+                if chooses_sizes and option not in given:
+                    print0(f"--{option}={value}, for the length of this text")
                     setattr(sections[section], name, value)
-    corpus = str(dataset_folder(settings.dataset))
-    natural_corpus = str(dataset_folder(settings.natural_dataset or settings.dataset))
-    prepare_corpus(natural_corpus)  # first, as the other one may use its tokenizer
-    prepare_corpus(corpus)
-    lock_output(ledger_path)
 
     # stages
     plan = make_plan(sections, used)
     ledger = Ledger(Path(settings.out_dir))
     ledger.outcome = "unfinished"
+    corpus, natural_corpus = corpora(settings)
     ledger.about = {
         "settings": asdict(settings),
         "sources": sources,

@@ -41,7 +41,7 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / "cycles.json"
-        self.about: dict[str, Any] = {}
+        self.about: dict[str, Any] = {"planned": []}
         self.outcome = "unfinished"
         self.records: dict[str, Record] = {}
         if not self.path.is_file():
@@ -65,7 +65,7 @@ class Ledger:
     def finished(self, kind: str = "") -> list[Record]:
         """Return the finished stages of a kind, or of all kinds, in the order of the plan."""
         found = []
-        for name in self.about.get("planned", ()):
+        for name in self.about["planned"]:
             record = self.records.get(name, {})
             if "seconds" in record and kind in ("", record["kind"]):
                 found.append(record)
@@ -73,6 +73,6 @@ class Ledger:
 
     def figures(self, name: str) -> dict[str, Any]:
         """Return the figures of a finished stage, or {} for any other stage."""
-        if name not in self.about.get("planned", ()):
+        if name not in self.about["planned"]:
             return {}
         return self.records.get(name, {}).get("figures", {})

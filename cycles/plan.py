@@ -86,6 +86,12 @@ class Stage:
         return by_name
 
 
+def corpora(settings: Any) -> tuple[str, str]:
+    """Return the folders of the corpora of generator and natural model."""
+    natural_dataset = settings.natural_dataset or settings.dataset
+    return str(dataset_folder(settings.dataset)), str(dataset_folder(natural_dataset))
+
+
 def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]:
     """Return the stages of all cycles, in the order in which they run.
 
@@ -95,8 +101,7 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
     settings = sections["run_cycles"]
     if not settings.controls:
         used = ()
-    corpus = str(dataset_folder(settings.dataset))
-    natural_corpus = str(dataset_folder(settings.natural_dataset or settings.dataset))
+    corpus, natural_corpus = corpora(settings)
     stages: list[Stage] = []
 
     def add(script: ModuleType, section: str, kind: str, cycle: int, **options: Any) -> str:

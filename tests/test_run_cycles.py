@@ -124,18 +124,13 @@ def test_artefacts_and_ledger(unbroken, corpus):
 def test_a_stage_ends_in_the_tensors_of_its_script_alone(unbroken, corpus, tmp_path):
     """Stages run in one process, and none leaves anything to the next."""
     config, out, _ = unbroken
-    options = {"dataset": corpus, "device": "cpu"}
-    for name in ("base_model_v2", "control_sampled_v2"):
-        section = {"control_sampled_v2": "control_sampled"}.get(name, "train_grpo")
-        more = {"credit": "token"} if section == "control_sampled" else {}
-        paths = {
-            "base_model_path": out / "base_model_v1.pt",
-            "reward_model_path": out / "reward_model_v1.pt",
-            "output_path": tmp_path / f"{name}.pt",
-            "allow_unpredictive_reward": True,
-        }
-        succeed("train_grpo", str(config), section=section, **options, **paths, **more)
-        assert_same_weights(weights(tmp_path / f"{name}.pt"), weights(out / f"{name}.pt"))
+    paths = {
+        "base_model_path": out / "base_model_v1.pt",
+        "reward_model_path": out / "reward_model_v1.pt",
+        "output_path": tmp_path / "policy.pt",
+    }
+    succeed("train_grpo", str(config), dataset=corpus, device="cpu", **paths)
+    assert_same_weights(weights(tmp_path / "policy.pt"), weights(out / "base_model_v2.pt"))
 
 
 def test_a_second_command_has_nothing_to_do(copy, corpus, tmp_path, made, monkeypatch):
@@ -323,12 +318,14 @@ def test_all_faults_of_all_sections_are_reported_before_anything_is_made(tmp_pat
     text = CONFIG.replace("batch_size=8, max_iters=4", "batch_size=0, max_iters=-1")
     config = write_config(tmp_path, text.replace("max_steps=2", "max_steps=0"))
     options = options_of(corpus, tmp_path / "out")
-    options["train_grpo.reward_function"] = "no.py:f"
     message = refuse("run_cycles", str(config), **options)
     assert "natural_model: batch_size=0" in message
     assert "natural_model: max_iters=-1" in message
     assert "train_grpo: max_steps=0" in message
-    assert "train_grpo: reward_function=no.py:f: must be" in message
+    config.write_text(CONFIG)
+    options["train_grpo.reward_function"] = "no.py:f"
+    line = refuse_in_one_line("run_cycles", str(config), **options)
+    assert "reward_function=no.py:f: must be" in line
     message = refuse("run_cycles", max_iters=3, **options)
     assert "Unrecognized options: --max_iters" in message and "--train.max_iters" in message
     assert not (tmp_path / "out").exists()
