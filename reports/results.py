@@ -130,13 +130,13 @@ def read_models(ledger: Ledger, last_cycle: int) -> list[Model]:
         if stage not in KINDS:
             continue
         kind = KINDS[stage]
-        cycle = last_cycle
         label = kind
+        cycle = last_cycle
         if version not in ("", "1"):
-            cycle = int(version) - 1
             if stage == "base_model":
                 kind = "policy"
             label = kind
+            cycle = int(version) - 1
             if ledger.about["settings"]["num_cycles"] > 1:
                 label += f", cycle {cycle}"
         own = figures.get((cycle, name), {})
