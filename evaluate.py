@@ -93,10 +93,10 @@ class EvaluateSettings(Settings):
         is_unseen = self.split == "test" or (self.split, self.part) == ("val", "report")
         what = "calibrate fits on the select part, which the text measured must not contain"
         errors.check(is_unseen or not self.calibrate, what, "Add --part report or --split test")
-        for name in ("reward_model_path", "reward_function"):
-            what = f"{name} needs a baseline, the generator that GRPO started from"
-            is_used = not getattr(self, name) or self.baseline is not None
-            errors.check(is_used, what, "Pass it with --baseline")
+        has_baseline = self.baseline is not None
+        is_scored = self.reward_model_path is not None or bool(self.reward_function)
+        what = "a reward model or function needs a baseline, the generator that GRPO started from"
+        errors.check(has_baseline or not is_scored, what, "Pass it with --baseline")
         is_used = self.samples is not None or self.word_dataset is None
         errors.check(is_used, "word_dataset needs samples", "Pass --samples, or leave it out")
 

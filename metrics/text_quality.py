@@ -105,7 +105,8 @@ class TextQuality:
     ) -> None:
         """Take prompts from a natural text (n,), in rows of N = length tokens.
 
-        library: natural texts from which the judge and the known words come.
+        library: natural texts from which the judge and the known words come. prompt_share: the
+        prompt's share of a row.
         """
         self.tokenizer = tokenizer
         self.tokens = tokens
