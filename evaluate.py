@@ -25,7 +25,7 @@ from common.process import require, run_main, warn
 from common.settings import Errors, Settings, parse_settings, setting
 from data_loader import Corpus, open_corpus, open_token_file, validation_part
 from generation.completions import Completer
-from generation.prompts import Prompts, draw_prompts, spread_prompts
+from generation.prompts import draw_prompts, spread_prompts
 from grpo.evaluation import EVAL_SAMPLES, measure_completions
 from losses import perplexity, text_losses, token_losses
 from metrics.bootstrap import block_means, bootstrap_blocks, format_figure
@@ -130,11 +130,18 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     corpus = open_corpus(settings.dataset, 2)
     split = corpus.folder / f"{settings.split}.bin"
     tokens = open_token_file(split, settings.split, corpus.tokenizer.vocab_size, 2)
-    fresh_text = None
-    reward_model = None
+    scorer = None
     if settings.reward_model_path is not None or settings.reward_function:
-        fresh_text = load_fresh_text(settings, corpus, tokens, device)
-        reward_model = fresh_text[0].reward_model
+        start_path = str(settings.baseline)
+        scorer = load_scorer(
+            ckpt.load_checkpoint(start_path),
+            start_path,
+            corpus,
+            settings.reward_model_path,
+            settings.reward_function,
+            settings.function_weight,
+            device,
+        )
 
     @functools.cache
     def quality_at(length: int) -> TextQuality:
@@ -150,22 +157,29 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     results = {}
     for path in dict.fromkeys(paths):
         model = load_model(path, corpus, device, context)
-        losses, figures = measure_losses(model, corpus, tokens, settings, path, baseline_losses)
+        length = model.config.block_size
+        part: np.ndarray = tokens
+        if settings.part != "whole":
+            part = validation_part(tokens, length, settings.part)
+        losses, figures = measure_losses(model, corpus, part, settings, path, baseline_losses)
         if settings.baseline is not None:
-            context = model.config.block_size
+            context = length
             baseline_losses = baseline_losses or losses
         if path in settings.checkpoints:
             results[path] = figures
-            completer = Completer(model, model.config.block_size)
             if settings.samples is not None and corpus.tokenizer.method != "ids":
-                quality = quality_at(completer.length)
+                quality = quality_at(length)
+                completer = Completer(model, length)
                 figures["quality"] = quality.of_model(completer)
                 temperature = figures["quality"]["temperature"]
-                figures["passages"] = write_passages(completer, quality, temperature, reward_model)
+                figures["passages"] = write_passages(completer, quality, temperature, scorer)
                 if figures["quality"]["is_reached"]:
                     save_temperature(path, temperature, settings.output_path)
-            if fresh_text is not None:
-                figures.update(measure_completions(model, *fresh_text, SEED))
+            if scorer is not None:
+                prompts = draw_prompts(
+                    part, length, FRESH_PROMPTS, EVAL_SAMPLES, SEED, "eval", "fresh"
+                )
+                figures.update(measure_completions(model, scorer, prompts, SEED))
         print0(f"{path}:")
         print_figures(figures)
     if settings.output_path is not None:
@@ -226,18 +240,15 @@ def measure_losses(
     path: str,
     baseline_losses: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the losses (n,) of all targets by name, and their means with intervals.
+    """Return the losses (n,) of tokens (n + 1,) by name, and their means with intervals.
 
     The names are `loss` and, with --calibrate, `calibrated_loss`. With --baseline the figures have
     paired differences from the baseline's losses, which are empty if this model is the baseline.
     """
-    block_size = model.config.block_size
-    if settings.part != "whole":
-        tokens = validation_part(tokens, block_size, settings.part)
     losses = {"loss": text_losses(model, tokens)[0]}
     figures: dict[str, Any] = {}
     if settings.calibrate:
-        select = validation_part(corpus.val, block_size, "select")
+        select = validation_part(corpus.val, model.config.block_size, "select")
         temperature = fit_temperature(functools.partial(text_losses, model, select))
         calibrated = float64(text_losses(model, tokens, [temperature])[0])
         losses["calibrated_loss"] = calibrated
@@ -284,7 +295,7 @@ def load_text_quality(
 
 @torch.no_grad()
 def write_passages(
-    completer: Completer, quality: TextQuality, temperature: float, reward_model: Any
+    completer: Completer, quality: TextQuality, temperature: float, scorer: RewardScorer | None
 ) -> list[dict[str, Any]]:
     """Let a model continue prompts from the text of `quality`.
 
@@ -297,8 +308,8 @@ def write_passages(
     passages = []
     for row in prompts.complete(completer, temperature).ids.flatten(0, 1):  # (N,)
         natural: list[float | None] = [None] * len(row)
-        if reward_model is not None and reward_model.is_ratio:
-            natural = reward_model.token_probabilities(row[None])[0].tolist()
+        if scorer is not None and scorer.is_ratio:
+            natural = scorer.reward_model.token_probabilities(row[None])[0].tolist()
         texts = pieces(quality.tokenizer.decode, row.cpu().numpy(), range(1, len(row) + 1))
         start = int(prompts.prefix_lengths[0])
         completion = []
@@ -334,31 +345,6 @@ def print_figures(figures: Mapping[str, Any], indent: str = "  ") -> None:
             print0(f"{indent}{name} {format_figure(figures, name)}")
         elif isinstance(value, int | float) and not name.endswith(RESERVED_ENDINGS):
             print0(indent + format_metrics({name: value}))
-
-
-def load_fresh_text(
-    settings: EvaluateSettings,
-    corpus: Corpus,
-    tokens: np.ndarray,
-    device: torch.device,
-) -> tuple[RewardScorer, Prompts]:
-    """Load what scores fresh text, models and reward functions; draw its prompts from `tokens`."""
-    baseline_path = str(settings.baseline)
-    baseline = ckpt.load_checkpoint(baseline_path)
-    scorer = load_scorer(
-        baseline,
-        baseline_path,
-        corpus,
-        settings.reward_model_path,
-        settings.reward_function,
-        settings.function_weight,
-        device,
-    )
-    length = baseline["config"].block_size
-    if settings.part != "whole":
-        tokens = validation_part(tokens, length, settings.part)
-    prompts = draw_prompts(tokens, length, FRESH_PROMPTS, EVAL_SAMPLES, SEED, "eval", "fresh")
-    return scorer, prompts
 
 
 def main() -> None:
