@@ -7,7 +7,7 @@ matplotlib takes half a second to import: the functions that draw import it.
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +39,29 @@ def draw_pictures(results: Results, folder: Path) -> list[str]:
     measured = [model for model in results.compared.values() if "sweep" in model.figures]
     with matplotlib.style.context(["default", STYLE]):  # ignores the user's matplotlibrc
         if measured:
-            images.append(image(quality_picture(measured)))
+            images.append(image(draw_quality, measured))
         if results.cycle:
             policy = folder / artefact("policy", results.cycle)
             records = read_records(policy.with_suffix(".jsonl"))
-            images.append(image(progress_picture(records)))
+            images.append(image(draw_progress, records))
     return images
 
 
-def image(figure: Any) -> str:
-    """Return a figure of matplotlib as the source of an image."""
+def image(draw: Callable[[Any, Any], None], data: Any) -> str:
+    """Return what a function draws of data on axes, as the source of an image."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.5, 3.0), layout="constrained")
+    draw(figure.subplots(), data)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=200)
     return f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
 
 
-def quality_picture(models: Sequence[Model]) -> Any:
+def draw_quality(axes: Any, models: Sequence[Model]) -> None:
     """Plot the judge's loss against diversity, a curve over temperatures for each model (after
     Caccia et al. 2020, arXiv 1811.02549, figure 1).
     """
-    axes = new_axes()
     for model in models:
         sweep = model.figures["sweep"]
         pairs = column(sweep, "distinct_pairs")
@@ -73,12 +76,10 @@ def quality_picture(models: Sequence[Model]) -> Any:
         ylabel="judge's loss (lower: better)",
     )
     axes.figure.legend(loc="outside lower center", ncols=2)
-    return axes.figure
 
 
-def progress_picture(records: Sequence[Record]) -> Any:
+def draw_progress(axes: Any, records: Sequence[Record]) -> None:
     """Plot P(natural) over the steps of GRPO, with 95% intervals as a band."""
-    axes = new_axes()
     for name, (label, colour) in CURVES.items():
         points = [record for record in records if name in record]
         if not points:
@@ -93,16 +94,8 @@ def progress_picture(records: Sequence[Record]) -> Any:
     axes.set(title="P(natural) in steps of GRPO", xlabel="step", ylabel="P(natural)")
     axes.locator_params(axis="x", nbins=5, integer=True)
     axes.legend()
-    return axes.figure
 
 
 def column(records: Sequence[Record], name: str) -> list[float]:
     """Return a figure of each record."""
     return [record[name] for record in records]
-
-
-def new_axes() -> Any:
-    """Return the axes of a new figure."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(3.5, 3.0), layout="constrained").subplots()

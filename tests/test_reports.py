@@ -9,17 +9,19 @@ import json
 import re
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from common.process import UserError
 from cycles.ledger import Ledger
 from reports.page import make_page, write_page
 from reports.passages import read_passages
-from reports.pictures import draw_pictures, progress_picture
+from reports.pictures import draw_pictures, draw_progress
 from reports.results import Results
 from reports.summary import headline, reason, sentence
 from reports.table import comparison
@@ -371,10 +373,9 @@ def test_a_damaged_ledger_is_refused(tmp_path, contents):
 
 def test_pictures(tmp_path):
     """Records may lack figures, and matplotlib's settings stay."""
-    import matplotlib
-
     before = dict(matplotlib.rcParams)
-    axes = progress_picture([{"step": 1, "kl_mixture": 2.0}, RECORD]).axes[0]
+    axes = Figure().subplots()
+    draw_progress(axes, [{"step": 1, "kl_mixture": 2.0}, RECORD])
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["select part 0.5", "natural text 1"]
     assert len(draw_pictures(results_of(tmp_path), tmp_path)) == 2
