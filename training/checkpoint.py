@@ -169,9 +169,9 @@ def load_weights(model: Any, contents: Record, path: str | Path, device: torch.d
 
 
 def check_fit(ours: Record, theirs: Record, our_name: str, their_name: str) -> None:
-    """Raise UserError unless two models, or a model and data, have the same tokens and sizes.
+    """Raise UserError unless two loaded checkpoints have the same tokens and sizes.
 
-    Each has a `config` and a `tokenization` record. What is None on a side is not compared.
+    Tokens are compared if both record their tokenization.
     """
     their_facts = facts_of(theirs)
     for name, value in facts_of(ours).items():
@@ -185,10 +185,8 @@ def check_fit(ours: Record, theirs: Record, our_name: str, their_name: str) -> N
 
 def facts_of(contents: Record) -> dict[str, Any]:
     """Return what models that are used together have in common, as far as it is known."""
-    facts = {}
-    if contents["config"] is not None:
-        for name in ("vocab_size", "num_real_tokens", "block_size"):
-            facts[name] = getattr(contents["config"], name)
+    sizes = ("vocab_size", "num_real_tokens", "block_size")
+    facts = {name: getattr(contents["config"], name) for name in sizes}
     if contents["tokenization"] is not None:
         facts["tokenization"] = TokenizationManager.from_record(contents["tokenization"]).identity()
     return facts
@@ -196,8 +194,8 @@ def facts_of(contents: Record) -> dict[str, Any]:
 
 def check_tokenizer(contents: Record, tokenizer: TokenizationManager) -> None:
     """Raise UserError if a checkpoint's model reads tokens that differ from the tokenizer's."""
-    data = {"config": None, "tokenization": tokenizer.to_record()}
-    check_fit(data, contents, "the data", "the model")
+    expected = {**contents, "tokenization": tokenizer.to_record()}
+    check_fit(expected, contents, "the data", "the model")
     tokens = tokenizer.info().describe()
     num_tokens = contents["config"].num_real_tokens
     require(
