@@ -38,7 +38,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from common.device import autocast, select_device, select_dtype
+from common.device import autocast, select_device
 from common.log import format_size, print0, start_tracker
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
@@ -320,7 +320,11 @@ def add_gradients(
     advantages: Tensor,
     settings: GRPOSettings,
 ) -> dict[str, float]:
-    """Add the gradients of the loss of all rows, in micro-batches; return figures of the loss."""
+    """Add the gradients of the loss of all rows, in micro-batches.
+
+    The loss is the mean over the tokens of each row, then over rows. Return it, the share of
+    clipped tokens and the KL of the update so far, as far as they exist.
+    """
     assert settings.beta is not None  # resolved
     figures = {"loss": 0.0}
     tensors = (*rollouts, scores.reference_log_probs, advantages, *scores.hidden.values())
@@ -362,8 +366,7 @@ def print_choices(
 ) -> None:
     """Print the models, the reward, and what the settings leave to the reward model."""
     size = format_size(num_parameters)
-    dtype = select_dtype("auto", device)
-    print0(f"Policy: {settings.base_model_path}, {size}, on {device} ({dtype})")
+    print0(f"Policy: {settings.base_model_path}, {size}, on {device}")
     rewards = [f"{settings.reward_model_path or 'no model'} ({settings.reward})"]
     for function in scorer.functions:
         rewards.append(f"{function.name} (executed) with weight {function.weight:g}")
