@@ -61,6 +61,8 @@ class RewardDataset(Dataset):
             self.num_samples = len(self.y)
             self.x = np.memmap(f"{start}x.bin", "<u2", "r").reshape(self.num_samples, -1)
             self.block_size = self.x.shape[1]
+            self.samples_per_chunk = int(self.metadata.get("samples_per_chunk", 1))
+            self.val_tokens = int(self.metadata.get("val_tokens", 0))
             self._check()
         if expected_tokenization_info is not None:
             self.tokenization.check_compatible(expected_tokenization_info)
@@ -76,8 +78,6 @@ class RewardDataset(Dataset):
         self.tokenization = TokenizationInfo(
             metadata["tokenization_method"], vocab_size, metadata.get("meta_path")
         )
-        self.samples_per_chunk = int(metadata.get("samples_per_chunk", 1))
-        self.val_tokens = int(metadata.get("val_tokens", 0))
         shape = str(self.x.shape)
         recorded = metadata.get("x_shape", shape)  # another program's dataset may lack it
         require(recorded == shape, f"x_shape is {recorded}, but the files hold {shape}")

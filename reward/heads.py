@@ -40,8 +40,7 @@ from common.process import require
 from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig
 from reward.posterior import crossover_loss, natural_probabilities, natural_share
-from training.checkpoint import check_fit, load_weights
-from training.lineage import check_generator
+from training.checkpoint import load_weights
 
 
 class LastRewardModel(GPT):
@@ -178,9 +177,8 @@ def build_reward_model(
 
     contents: from training.checkpoint.load_checkpoint(path). Raise UserError if it is a generator.
     """
-    is_reward_model = contents["config"].mode == "reward"
-    require(is_reward_model, f"{path} holds a generator, not a reward model")
     config = contents["config"]
+    require(config.mode == "reward", f"{path} holds a generator, not a reward model")
     model: RewardModel
     with reading(path):
         if config.reward_head_type == "last":
@@ -189,19 +187,3 @@ def build_reward_model(
             natural = GPT(replace(config, mode="generator"))
             model = LikelihoodRewardModel(natural, GPT(contents["generator_config"]))
     return load_weights(model, contents, path, device)
-
-
-def load_reward_model(
-    contents: Mapping[str, Any],
-    path: str,
-    generator: Mapping[str, Any],
-    generator_path: str,
-    device: torch.device,
-) -> Any:
-    """Return the RewardModel of a loaded checkpoint; raise UserError if it is not one of a loaded
-    generator.
-    """
-    model = build_reward_model(contents, path, device)
-    check_fit(generator, contents, generator_path, path)
-    check_generator(path, (contents["training"] or {}).get("generator_sha256"), generator_path)
-    return model

@@ -17,10 +17,10 @@ from losses import scatter_to_mask, token_log_probs
 from metrics.bootstrap import MIN_BLOCKS, format_figure
 from metrics.reward_skill import better_than_constant
 from model import GPT
-from reward.heads import load_reward_model
+from reward.heads import build_reward_model
 from reward.user_function import RewardFunction, load_functions
-from training.checkpoint import build_model, check_tokenizer, load_checkpoint
-from training.lineage import check_splits
+from training.checkpoint import build_model, check_fit, check_tokenizer, load_checkpoint
+from training.lineage import check_generator, check_splits
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,11 @@ def load_scorer(
     reward_model = None
     if reward_model_path is not None:
         contents = load_checkpoint(reward_model_path)
-        reward_model = load_reward_model(contents, reward_model_path, start, start_path, device)
-        check_skill(reward_model_path, contents["training"] or {}, allow_unpredictive)
+        reward_model = build_reward_model(contents, reward_model_path, device)
+        check_fit(start, contents, start_path, reward_model_path)
+        training = contents["training"] or {}
+        check_generator(reward_model_path, training.get("generator_sha256"), start_path)
+        check_skill(reward_model_path, training, allow_unpredictive)
     functions = load_functions(function_names, function_weights, corpus.tokenizer.decode)
     return RewardScorer(reference, reward_model, functions)
 
