@@ -104,8 +104,12 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
     corpus, natural_corpus = corpora(settings)
     stages: list[Stage] = []
 
-    def add(script: ModuleType, section: str, kind: str, cycle: int, **options: Any) -> str:
-        """Add a stage; return the path of what it makes."""
+    def add(script: ModuleType, kind: str, cycle: int, **options: Any) -> str:
+        """Add a stage; return the path of what it makes.
+
+        Its section is named after its kind, or else after its script.
+        """
+        section = kind if kind in sections else script.__name__
         name = artefact(kind, cycle)
         output = f"{settings.out_dir}/{name}"
         if script is train:
@@ -123,14 +127,13 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
         return output
 
     # the generator, and a model of natural text
-    first = add(train, "train", "base", 0, dataset=corpus)
+    first = add(train, "base", 0, dataset=corpus)
     is_likelihood = sections["train_reward_model"].head == "likelihood"
     natural_model = settings.natural_model or sections["train_reward_model"].natural_model_path
     if is_likelihood and not natural_model:
         start = first if natural_corpus == corpus else "scratch"
         natural_model = add(
             train,
-            "natural_model",
             "natural_model",
             0,
             dataset=natural_corpus,
@@ -147,7 +150,6 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
     for cycle in range(1, settings.num_cycles + 1):
         reward_data = add(
             prepare_reward_data,
-            "prepare_reward_data",
             "reward_data",
             cycle,
             model_path=generator,
@@ -157,7 +159,6 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
         )
         reward_model = add(
             train_reward_model,
-            "train_reward_model",
             "reward_model",
             cycle,
             base_model_path=generator,
@@ -169,7 +170,7 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
             "base_model_path": generator,
             "reward_model_path": reward_model,
         }
-        policy = add(train_grpo, "train_grpo", "policy", cycle, **inputs)
+        policy = add(train_grpo, "policy", cycle, **inputs)
 
         # calibrated losses, and the quality of fresh text
         measured: dict[str, Any] = {
@@ -187,7 +188,7 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
             measured["part"] = "report"
         models = filter(None, [first, generator, policy, natural_model])
         measured["checkpoints"] = tuple(dict.fromkeys(models))
-        add(evaluate, "evaluate", "evaluation", cycle, **measured)
+        add(evaluate, "evaluation", cycle, **measured)
 
         # the controls, with which the policy is compared
         controls = []
@@ -196,15 +197,15 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
             options["init_from"] = sections["control_plain"].init_from or plain
             if options["init_from"] == "scratch":  # the steps of all cycles so far
                 options["max_iters"] = cycle * sections["control_plain"].max_iters
-            plain = add(train, "control_plain", "control_plain", cycle, **options)
+            plain = add(train, "control_plain", cycle, **options)
             controls.append(plain)
         learned = {"control_sampled": {"credit": "token", **functions}, "control_distil": {}}
         inputs["allow_unpredictive_reward"] = True  # as the policy has passed
         for kind, options in learned.items():
             if kind in used and is_likelihood:
-                controls.append(add(train_grpo, kind, kind, cycle, **inputs, **options))
+                controls.append(add(train_grpo, kind, cycle, **inputs, **options))
         if controls:
             measured["checkpoints"] = tuple(controls)
-            add(evaluate, "evaluate", "controls", cycle, **measured)
+            add(evaluate, "controls", cycle, **measured)
         generator = policy
     return stages
