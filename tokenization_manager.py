@@ -245,10 +245,10 @@ class TokenizationManager:
         elif self.method == "tokenizer":
             import tokenizers  # here, because most corpora do not need it
 
-            self._library = tokenizers.Tokenizer.from_str(record["tokenizer_json"])
+            self.tokenizer_json = record["tokenizer_json"]
+            self._library = tokenizers.Tokenizer.from_str(self.tokenizer_json)
             self._library.no_truncation()
             self._library.no_padding()
-            self.tokenizer_json = self._library.to_str()
             self.vocab_size = max(self._library.get_vocab().values()) + 1
         self.info()  # check method and vocab_size
 
@@ -281,7 +281,10 @@ class TokenizationManager:
 
     def identity(self) -> str:
         """Return a phrase that differs between tokenizers which give the same text other ids."""
-        sha256 = hash_bytes(ascii([self.chars, self.tokenizer_json]).encode())
+        vocabulary = self.chars
+        if self.method == "tokenizer":
+            vocabulary = self._library.to_str()
+        sha256 = hash_bytes(ascii(vocabulary).encode())
         return f"{self.info().describe()} with ids {sha256:.8}"
 
     def info(self) -> TokenizationInfo:
