@@ -367,7 +367,9 @@ def print_choices(
     """Print the models, the reward, and what the settings leave to the reward model."""
     size = format_size(num_parameters)
     print0(f"Policy: {settings.base_model_path}, {size}, on {device}")
-    rewards = [f"{settings.reward_model_path or 'no model'} ({settings.reward})"]
+    rewards = []
+    if settings.reward_model_path is not None:
+        rewards.append(f"{settings.reward_model_path} ({settings.reward})")
     for function in scorer.functions:
         rewards.append(f"{function.name} (executed) with weight {function.weight:g}")
     print0(f"Reward: {', '.join(rewards)}")
