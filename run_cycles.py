@@ -128,7 +128,7 @@ def run_stages(plan: Sequence[Stage], ledger: Ledger, settings: CycleSettings) -
             if expected:
                 warn(expected)
         if stage.kind == "policy" and not stage.settings.allow_unpredictive_reward:
-            skill = ledger.figures(f"reward_model_v{stage.cycle}")["skill"]
+            skill = ledger.figures(Path(stage.settings.reward_model_path).stem)["skill"]
             is_refused = not better_than_constant(skill["r2_low"])
             if is_refused:
                 stage = replace(stage, script=None)

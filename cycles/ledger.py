@@ -10,22 +10,23 @@ from typing import Any
 from common.files import read_json, reading, write_json
 
 Record = Mapping[str, Any]
-SUFFIXES = {"reward_data": "", "evaluation": ".json", "controls": ".json"}  # of others: .pt
+ARTEFACTS = {  # what a stage of each kind makes: a file, or the folder of reward data
+    "base": "base_model_v1.pt",
+    "natural_model": "natural_model_v1.pt",
+    "reward_data": "reward_data_v{cycle}",
+    "reward_model": "reward_model_v{cycle}.pt",
+    "policy": "base_model_v{next}.pt",
+    "evaluation": "evaluation_v{next}.json",
+    "control_plain": "control_plain_v{next}.pt",
+    "control_sampled": "control_sampled_v{next}.pt",
+    "control_distil": "control_distil_v{next}.pt",
+    "controls": "controls_v{next}.json",
+}
 
 
 def artefact(kind: str, cycle: int) -> str:
-    """Return the name of the file or folder that a stage of this kind makes in a cycle.
-
-    The stages before the first cycle are those of cycle 0. Reward data and reward models have the
-    version of the generator that they judge, everything else that of the cycle's policy.
-    """
-    name = kind
-    version = cycle + 1
-    if kind in ("base", "policy"):
-        name = "base_model"
-    elif kind in ("reward_data", "reward_model"):
-        version = cycle
-    return f"{name}_v{version}{SUFFIXES.get(kind, '.pt')}"
+    """Return the name of what a stage of this kind makes in a cycle; cycles count from 1."""
+    return ARTEFACTS[kind].format(cycle=cycle, next=cycle + 1)
 
 
 class Ledger:
