@@ -23,7 +23,7 @@ from tokenization_manager import BPE_VOCAB_SIZE, TokenizationManager
 # A text and its tokens in GPT-2's encoding, which others do not share.
 GPT2_TEXT = "Crossover: don't re-tokenize\n"
 GPT2_IDS = [34, 23954, 25, 836, 470, 302, 12, 30001, 1096, 198]
-CLASSES = {"gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM"}  # by model_type
+MODEL_TYPES = {"learned": "gpt2", "rope": "gpt_neox"}  # by GPTConfig.position
 WAY_OUT = "use GPT-2 or what interop/export.py writes; other models: TRL, see docs/guide.md"
 # Fields of GPTConfig, and the settings of transformers that mean the same.
 SETTINGS = {
@@ -104,7 +104,7 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
         if tokenizer is not None:
             tokenization = tokenizer.to_record()
             config.num_tokens = tokenizer.vocab_size
-        model, info = getattr(transformers, CLASSES[theirs.model_type]).from_pretrained(
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             config=theirs,
             output_loading_info=True,
@@ -142,7 +142,8 @@ def find_tokenizer(folder: Path, chars: str | None) -> TokenizationManager | Non
 
 def our_config(theirs: Any) -> GPTConfig:
     """Convert a transformers config to a GPTConfig. Raise UserError if it cannot represent it."""
-    require(theirs.model_type in CLASSES, f"a model of type {theirs.model_type!r}")
+    is_known = theirs.model_type in MODEL_TYPES.values()
+    require(is_known, f"a model of type {theirs.model_type!r}")
     config = GPTConfig(vocab_size=theirs.vocab_size, position="learned")
     for name, their_name in SETTINGS.items():
         setattr(config, name, getattr(theirs, their_name))
@@ -222,15 +223,15 @@ def their_model(config: GPTConfig, state: Mapping[str, Tensor], **settings: Any)
 
     settings: further entries of its config.json.
     """
-    model_type = "gpt2" if config.position == "learned" else "gpt_neox"
-    model_class = getattr(load_transformers(), CLASSES[model_type])
-    their_config = model_class.config_class(
+    transformers = load_transformers()
+    their_config = transformers.AutoConfig.for_model(
+        MODEL_TYPES[config.position],
         vocab_size=config.num_real_tokens,
         **their_settings(config),
         **dict.fromkeys(DROPOUTS, config.dropout),
         **settings,
     )
-    model = model_class(their_config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(their_config).eval()
     for their_name, target in model.state_dict().items():
         name = our_name(their_name)
         # A model without biases equals one with biases of zero.
