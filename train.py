@@ -25,7 +25,6 @@ from common.device import (
     select_dtype,
 )
 from common.distributed import Ranks, parallel, start_ranks
-from common.files import is_hub_name
 from common.log import format_metrics, format_size, print0, start_tracker
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
@@ -144,13 +143,7 @@ class TrainSettings(Settings):
         return None if self.init_from in ("scratch", "resume") else self.init_from
 
     def check_settings(self, errors: Errors) -> None:
-        """Check starts, names, shapes and schedules."""
-        start = self.start_path
-        errors.check(
-            start is None or errors.exists(start) or is_hub_name(start),
-            f"init_from={start}: must be scratch, resume, or a model's path or name",
-            "Check the path",
-        )
+        """Check names, schedules and the shape of new models."""
         name = self.checkpoint_name
         errors.check(
             Path(name).name == name and Path(name).suffix == ".pt",
@@ -213,7 +206,7 @@ def run(settings: TrainSettings) -> dict[str, Any]:
         check_compiler(ranks.device)
 
     # model: of the run to resume, of the checkpoint, or new
-    run = Run(output, settings, ranks)
+    run = Run(output, settings, corpus.record, ranks)
     run.records.tracker = start_tracker(
         settings.tracker,
         output,

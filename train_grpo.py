@@ -60,6 +60,7 @@ from grpo.sampled import (
 from grpo.stopping import Stops, selection_value
 from reward.scorer import RewardScorer, Scores, load_scorer, micro_batches
 from training.checkpoint import build_model, load_checkpoint, save_checkpoint
+from training.lineage import hash_inputs
 from training.optimizers import Best, Schedule, make_optimizers, take_step
 from training.run import RESUME_HINT, Run
 
@@ -232,7 +233,7 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
     assert G is not None  # resolved
     scorer.gives_evidence = settings.reward == "evidence"
     print_choices(settings, policy.num_parameters(), scorer, device)
-    training = Run(settings.output_path, settings)
+    training = Run(settings.output_path, settings, hash_inputs(asdict(settings)))
     training.records.tracker = start_tracker(
         settings.tracker, training.output, asdict(settings), "crossover", training.output.stem
     )

@@ -94,7 +94,7 @@ def test_a_start_is_cut_to_a_smaller_context_as_in_nanogpt(options, tmp_path, co
 
 # Options, and what the error says.
 REFUSED = r"""
---init_from scratchh => init_from=scratchh
+--init_from scratchh => Model file not found: scratchh
 --n_layer 2 => n_layer=2: {generator} has n_layer=1
 --block_size 32 => block_size=32: {generator} has block_size=16
 --bias True => bias=True: {generator} has bias=False

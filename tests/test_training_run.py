@@ -32,7 +32,6 @@ from training.run import Run
 @dataclass
 class RunSettings(Settings):
     lr: float = 0.1
-    base_model_path: str | None = setting(None, changeable=True)
     device: str = setting("cpu", changeable=True)
     max_steps: int = setting(6, changeable=True)
     init_from: str = setting("scratch", changeable=True)
@@ -52,8 +51,8 @@ class Counts:
         self.made = list(state["made"])
 
 
-def begin(path, **settings) -> tuple[Run, Counts]:
-    run = Run(path, RunSettings(**settings))
+def begin(path, data="abc", **settings) -> tuple[Run, Counts]:
+    run = Run(path, RunSettings(**settings), {"data": data})
     counts = Counts()
     run.track(counts=counts)
     return run, counts
@@ -99,7 +98,7 @@ def test_only_the_run_that_wrote_a_state_reads_it(tmp_path):
     assert counts.made == [1, 2, 3, 4, 5, 6]
     for options, difference in (
         ({"lr": 0.2}, "lr was 0.1, now 0.2"),
-        ({"base_model_path": __file__}, "base_model_path was None, now [0-9a-f]{64}"),
+        ({"data": "def"}, "data was abc, now def"),
     ):
         with pytest.raises(UserError, match=rf"a different run \({difference}"):
             begin(path, init_from="resume", **options)

@@ -8,8 +8,8 @@ run of the same settings and inputs ends in the same tensors.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from common.files import load_state, lock_output, reading, save_state
 from common.log import RunLog, print0, progress
 from common.process import flag_signals, require
 from common.settings import differing_settings
-from training.lineage import hash_inputs
 
 RESUME_HINT = (
     "Continue with --init_from resume. If nothing was saved yet, run the same command again."
@@ -33,21 +32,26 @@ class Run:
     and calls `log` and `save`. These replace the files of an earlier run.
     """
 
-    def __init__(self, output: str | Path, settings: Any, ranks: Ranks = ONE_RANK) -> None:
+    def __init__(
+        self,
+        output: str | Path,
+        settings: Any,
+        inputs: Mapping[str, Any],
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
         """Lock the output, and read the state of a run to resume; change no file.
 
-        settings: with init_from and overwrite. Raise UserError if a new run would replace an
-        earlier one without `overwrite`, or if the state is of another run.
+        settings: with init_from and overwrite. inputs: hashes of what the run reads, which a
+        resumed run must have in common. Raise UserError if a new run would replace an earlier one
+        without `overwrite`, or if the state is of another run.
         """
         self.output = Path(output)
         self.state_path = self.output.with_suffix(".resume")
         self.ranks = ranks
-        # What a resumed run must share: settings that are not changeable, and the bytes of inputs.
-        self.identity: dict[str, Any] = {}
+        self.identity = dict(inputs)
         for member in fields(settings):
             if not member.metadata.get("changeable"):
                 self.identity[member.name] = getattr(settings, member.name)
-        self.identity.update(ranks.run_on_rank0(lambda: hash_inputs(asdict(settings))))
         self.step = 0  # number of completed steps
         self.reason = ""  # why the loop ended
         self.parts: dict[str, Any] = {}
