@@ -3,31 +3,34 @@
     python train_grpo.py --base_model_path base_model_v1.pt --reward_model_path reward_model_v1.pt
 
 At each position that the policy has written, the default compares all possible next tokens instead
-of a group of sampled completions. This is the expectation of GRPO's update over the next token, and
-equals on-policy distillation: it lowers KL(policy || m), m the reward model's mixture of a natural
-model p and the policy's start q. The sampled forms are --credit token and --credit sequence, and
-rewards by your own functions are always sampled.
+of a group of sampled completions. This is the expectation of GRPO's update over the next token
+(without clipping, and without division by a standard deviation), and equals on-policy distillation:
+it lowers KL(policy || m), m the reward model's mixture of a natural model p and the policy's start
+q. The sampled forms are --credit token and --credit sequence, and rewards by your own functions are
+always sampled.
 
 Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) repeats these steps:
 
     sample      the policy pi_old completes each of P prompts G times (G is 1 in the default)
     score       frozen models read the completions: log q and log m of each token, P(natural) of
-                each text; a likelihood head's reward of a token is log(m / pi_old)
+                each text; a likelihood head's reward of a token is log(m / pi_old): the evidence
+                log(m / q) minus log(pi_old / q), which averages to the KL to the start
     update      exact (the default) descends KL(pi || m), the mean of -log(m / pi) over all next
                 tokens weighted by pi; sampled descends
                 -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon) A) + beta KL(pi || q),
                 where ratio = pi / pi_old of the sampled token and A is its advantage, its reward
                 relative to its group: (r - mean) / std. With a reward model and functions of
                 yours, exact loss and sampled loss are added
-    evaluate    measure the policy on other prompts; keep the best one, with functions the last
+    evaluate    measure the policy on other prompts; at the end write the best one that was
+                measured (see grpo/stopping.py), or with functions the last one
 
 Reads a generator, a reward model and/or reward functions, and natural text for prompts. Writes the
 improved generator and one JSON record per step.
 
 Shapes: P prompts (prompts_per_step), G completions of each (group_size), R = P * G rows, N tokens
-in a row (block_size of the generator), m tokens that follow the prompts of some rows, C channels. A
-row is a prompt of 1 to N / 2 tokens and its completion up to N tokens. Nothing predicts the first
-token of a row: column t of a tensor (R, N - 1) belongs to token t + 1.
+in a row (block_size of the generator), W written tokens (those after the prompts) of some rows, C
+channels, V token ids. A row is a prompt of 1 to N / 2 tokens and its completion up to N tokens.
+Nothing predicts the first token of a row: column t of a tensor (R, N - 1) belongs to token t + 1.
 """
 
 import shlex
@@ -139,7 +142,7 @@ class GRPOSettings(Settings):
         is_sampled = self.credit in ("token", "sequence")
         unused = (  # where it applies, the options without effect, why
             (self.credit == "exact", ("reward", "beta"), "credit=exact"),
-            (self.is_exact_alone, ("epsilon",), "credit=exact, but not with credit=token"),
+            (self.is_exact_alone, ("epsilon",), "credit=exact and no reward_function"),
             (is_sampled, ("prefixes",), f"credit={self.credit}"),
             (bool(self.reward_function), ("prefixes",), "a reward_function"),
             (
@@ -261,11 +264,12 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
 
     for step in training.steps(settings.max_steps, stops.reason):
         # Sample: complete P prompts G times: ids (R, N), mask (R, N - 1), log pi_old (R, N - 1).
-        # With prefixes=natural take natural text, without log pi_old.
+        # With prefixes=natural take natural text; then log pi_old is NaN and not used.
         rollouts = sample(policy, corpus.train, settings.prefixes, P, G, settings.seed, step + 1)
         # Score: log q and log(m / q) of tokens (R, N - 1); P(natural) and functions of rows (R,).
         scores = scorer(rollouts.ids, rollouts.mask, keep_hidden=settings.credit == "exact")
-        # Compare sampled rewards within groups: (R, N - 1), 0 for what exact credit compares below.
+        # Compare sampled rewards within groups: (R, N - 1). Exact credit adds nothing to them: it
+        # compares next tokens in add_gradients.
         advantages = compute_advantages(rollouts, scores, scorer.functions, settings.credit, G)
         figures: dict[str, Any] = {}
         if settings.prefixes == "own":
@@ -289,7 +293,8 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
         is_evaluated = is_last or num_steps % settings.eval_interval == 0
         if is_evaluated:
             if settings.prefixes == "own" and figures["updates"] == settings.updates_per_step:
-                figures["kl_step"] = kl_of_step(policy, rollouts)  # else it is in kl_update
+                # After an early end, kl_update is already the KL of the whole step.
+                figures["kl_step"] = kl_of_step(policy, rollouts)
             evaluation = evaluate_policy(policy, scorer, corpus, settings.seed)
             figures.update(evaluation)
             stops.evaluation(figures)
@@ -333,9 +338,9 @@ def add_gradients(
         loss: Any = 0.0
         means = {}  # over tokens
         with autocast(ids.device):
-            hidden = policy.trunk(ids[:, :-1])[mask]  # (m, C), the only pass of the trunk
+            hidden = policy.trunk(ids[:, :-1])[mask]  # (W, C), the only pass of the trunk
             if settings.credit == "exact":
-                # KL(pi || m) over all next tokens, at each written position
+                # KL(pi || m) over all V next tokens, at each written position
                 divergence, log_probs = exact_divergence(
                     policy, scorer.reward_model, hidden, ids, mask, frozen
                 )  # (R, N - 1) each

@@ -5,7 +5,7 @@ vocabulary: at each written position every token that could stand there, weighte
 reward of a token is log(m / pi), with m the mixture of a likelihood head; its expectation is
 -KL(pi || m), and the gradient of KL(pi || m) is minus the expected policy gradient.
 
-Shapes: R rows of N tokens, m of which are written; C channels, which differ by model; V token ids.
+Shapes: R rows of N tokens, W of which are written; C channels, which differ by model; V token ids.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ def exact_divergence(
 ) -> tuple[Tensor, Tensor]:
     """Return KL(pi || m) at each written token, and log pi of the token: (R, N - 1) each, else 0.
 
-    policy: a GPT. mixture: a LikelihoodRewardModel. hidden: (m, C), the policy's hidden states
+    policy: a GPT. mixture: a LikelihoodRewardModel. hidden: (W, C), the policy's hidden states
     before the written tokens. ids: (R, N). mask: (R, N - 1) bool. frozen: (R, N - 1, C) of each
     model of the mixture.
 
@@ -44,10 +44,10 @@ def exact_divergence(
     """
 
     def compute(tokens: Tensor, states: Tensor, *frozen: Tensor) -> Tensor:
-        log_probs = policy.logits(states).float().log_softmax(-1)  # (m, V)
-        chosen = log_probs.gather(1, tokens[:, None])[:, 0]  # (m,)
-        evidence, reference_log_probs = mixture.distributions(frozen)  # (m, V) each
-        return torch.stack((divergence(log_probs, evidence, reference_log_probs), chosen))  # (2, m)
+        log_probs = policy.logits(states).float().log_softmax(-1)  # (W, V)
+        chosen = log_probs.gather(1, tokens[:, None])[:, 0]  # (W,)
+        evidence, reference_log_probs = mixture.distributions(frozen)  # (W, V) each
+        return torch.stack((divergence(log_probs, evidence, reference_log_probs), chosen))  # (2, W)
 
     inputs = (ids[:, 1:][mask], hidden, *(states[mask] for states in frozen))
     size = max(1, PIECE_LOGITS // policy.config.vocab_size)
@@ -56,5 +56,5 @@ def exact_divergence(
         results = [compute(*pieces[0])]
     else:
         results = [checkpoint(compute, *piece, use_reentrant=False) for piece in pieces]
-    losses, log_probs = torch.cat(results, 1)  # (m,) each
+    losses, log_probs = torch.cat(results, 1)  # (W,) each
     return scatter_to_mask(losses, mask), scatter_to_mask(log_probs, mask)

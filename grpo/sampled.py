@@ -125,9 +125,9 @@ def compute_advantages(
 def sampled_log_probs(policy: Any, hidden: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     """Return log pi (R, N - 1) of the written tokens, 0 elsewhere.
 
-    policy: a GPT. hidden: (m, C), its hidden states before the m written tokens of ids (R, N).
+    policy: a GPT. hidden: (W, C), its hidden states before the W written tokens of ids (R, N).
     """
-    tokens = ids[:, 1:][mask]  # (m,)
+    tokens = ids[:, 1:][mask]  # (W,)
     return scatter_to_mask(token_log_probs(policy.logits(hidden), tokens), mask)
 
 
@@ -202,7 +202,7 @@ def kl_of_step(policy: Any, rollouts: Rollouts) -> float:
     total = 0.0
     for ids, mask, old_log_probs in micro_batches(policy, *rollouts):
         with autocast(ids.device):
-            hidden = policy.trunk(ids[:, :-1])[mask]  # (m, C)
+            hidden = policy.trunk(ids[:, :-1])[mask]  # (W, C)
             log_probs = sampled_log_probs(policy, hidden, ids, mask)  # (R, N - 1)
         total += kl_estimate(old_log_probs, log_probs)[mask].sum().item()
     return total / int(rollouts.mask.sum())

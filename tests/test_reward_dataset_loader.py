@@ -112,7 +112,7 @@ def test_missing_files_name_the_command_that_makes_them(folder, tmp_path):
         f"python prepare_reward_data.py --model_path .*--output_dir {nowhere}", finished.err
     )
     (folder / "train_x.bin").unlink()
-    with pytest.raises(UserError, match="No such file.*: make the dataset"):
+    with pytest.raises(UserError, match=r"No such file.*: make the dataset"):
         RewardDataset(folder)
 
 

@@ -140,7 +140,7 @@ def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(
 # Options, and what the error says.
 REFUSED = """
 --credit token --group_size 1 => group_size=1 leaves credit=token nothing to compare
---epsilon .1 => but not with credit=token
+--epsilon .1 => credit=exact and no reward_function
 --credit exact --epsilon .1 => epsilon is ignored with credit=exact
 --credit token --prefixes natural => prefixes is ignored with credit=token
 --prefixes natural --reward_threshold .5 => reward_threshold is ignored with prefixes=natural
