@@ -129,8 +129,7 @@ def flag_signals() -> Iterator[list[int]]:
 
     handlers = {}
     for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # an ignored signal stays ignored
-            handlers[number] = signal.signal(number, flag)
+        handlers[number] = signal.signal(number, flag)
     try:
         yield flagged
     finally:

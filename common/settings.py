@@ -291,8 +291,9 @@ def _read_file(path: Path) -> dict[str, Section]:
     """Return the values of one settings file by section."""
     outside: Section = {}
     sections = {"": outside}
+    text = "".join(read_pieces(path))
     with reading(path, RULE):
-        tree = ast.parse("".join(read_pieces(path)))
+        tree = ast.parse(text)
         compile(tree, path, "exec")  # only finds an argument given twice; nothing is executed
         for statement in tree.body:
             match statement:
@@ -321,4 +322,6 @@ def _evaluate(node: ast.expr) -> Any:
         case ast.BinOp(left, ast.Mult(), right):
             # The signs refuse a text, which could fill the memory if it were repeated.
             return +_evaluate(left) * +_evaluate(right)
+        case ast.Call() | ast.Name() | ast.BinOp():
+            raise ValueError(f"line {node.lineno}: {ast.unparse(node):.60}")
     return ast.literal_eval(node)

@@ -242,5 +242,5 @@ def test_a_settings_file_starts_from_its_base(tmp_path, boxed):
     expected = {"": {"seed": 2}, "train": {"a": 1, "b": 4}, "sample": {"c": 3}}
     assert read_config(str(tmp_path / "second.py")) == expected
     assert "--base=first.py" in boxed(str(tmp_path / "third.py"))  # one level only
-    with pytest.raises(UserError, match=r"nowhere.py"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere.py"):
         read_config(str(tmp_path / "fourth.py"))
