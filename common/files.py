@@ -5,6 +5,7 @@
 A file is written to a partial file next to it, flushed to the disk, and renamed.
 """
 
+import codecs
 import contextlib
 import hashlib
 import json
@@ -75,8 +76,11 @@ def read_pieces(path: str | os.PathLike) -> Iterator[str]:
                 yield piece
                 piece = file.read(CHUNK)
     except UnicodeDecodeError as error:
-        command = f"iconv -f LATIN1 -t UTF-8 {shlex.quote(str(path))} > new.txt"
-        remedy = f"If it is LATIN1, convert it: {command}"
+        encoding = "LATIN1"
+        if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            encoding = "UTF-16"
+        command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > new.txt"
+        remedy = f"If it is {encoding}, convert it: {command}"
         raise UserError(f"ERROR: {path} is not UTF-8 text ({error.reason}). {remedy}") from None
 
 

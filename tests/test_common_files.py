@@ -37,13 +37,14 @@ def test_a_byte_order_mark_is_not_text(tmp_path, monkeypatch):
     assert list(files.read_pieces(tmp_path / "a.txt")) == ["na", "ïv", "e\n", "\ufeff"]
 
 
-def test_the_command_for_another_encoding_has_the_path_as_one_word(tmp_path):
+@pytest.mark.parametrize("encoding", ["LATIN1", "UTF-16"])
+def test_the_command_for_another_encoding_has_the_path_as_one_word(tmp_path, encoding):
     path = tmp_path / "my novel.txt"
-    path.write_bytes("voilà".encode("latin-1"))
+    path.write_bytes("voilà".encode(encoding))
     with pytest.raises(UserError) as caught:
         list(files.read_pieces(path))
     command = str(caught.value).partition("convert it: ")[2]
-    assert shlex.split(command)[:-2] == ["iconv", "-f", "LATIN1", "-t", "UTF-8", str(path)]
+    assert shlex.split(command)[:-2] == ["iconv", "-f", encoding, "-t", "UTF-8", str(path)]
 
 
 def test_json_comes_back(tmp_path):
