@@ -28,9 +28,8 @@ from generation.completions import Completer
 from generation.prompts import draw_prompts, spread_prompts
 from grpo.evaluation import EVAL_SAMPLES, measure_completions
 from losses import perplexity, text_losses, token_losses
-from metrics.bootstrap import block_means, bootstrap_blocks, format_figure
+from metrics.bootstrap import better_than_constant, block_means, bootstrap_blocks, format_figure
 from metrics.calibration import fit_temperature
-from metrics.reward_skill import better_than_constant
 from metrics.text_quality import TextQuality
 from model import GPT
 from reports.text_page import open_page, present_text

@@ -29,8 +29,13 @@ from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import FORMAT_VERSION
 from tokenization_manager import TokenizationInfo, TokenizationManager
-from training.checkpoint import build_model, check_tokenizer, load_checkpoint
-from training.lineage import check_splits, hash_model
+from training.checkpoint import (
+    build_model,
+    check_splits,
+    check_tokenizer,
+    hash_model,
+    load_checkpoint,
+)
 
 BLOCKS = 64  # blocks of a batch, each with all its samples
 SAMPLING = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")

@@ -40,7 +40,7 @@ from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
 from cycles.ledger import Ledger, Record
 from cycles.plan import Stage, corpora, make_plan
 from evaluate import EvaluateSettings
-from metrics.reward_skill import better_than_constant
+from metrics.bootstrap import better_than_constant
 from reports.page import write_page
 from reports.results import Results
 from reports.summary import expectation, headline

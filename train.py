@@ -35,7 +35,6 @@ from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 from training import optimizers as optim
-from training.lineage import check_splits
 from training.run import RESUME_HINT, Run
 
 MIN_DELTA = 0.001  # nats per character: a smaller improvement does not reset the patience
@@ -201,7 +200,7 @@ def run(settings: TrainSettings) -> dict[str, Any]:
         print0(format_metrics(losses))
         return losses
     if start is not None:
-        check_splits(start["data"], corpus.record)
+        ckpt.check_splits(start["data"], corpus.record)
     if settings.compile:
         check_compiler(ranks.device)
 

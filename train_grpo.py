@@ -63,9 +63,8 @@ from grpo.sampled import (
 from grpo.stopping import Stops, selection_value
 from reward.scorer import RewardScorer, Scores, load_scorer, micro_batches
 from training.checkpoint import build_model, load_checkpoint, save_checkpoint
-from training.lineage import hash_inputs
 from training.optimizers import Best, Schedule, make_optimizers, take_step
-from training.run import RESUME_HINT, Run
+from training.run import RESUME_HINT, Run, hash_inputs
 
 DEFAULT_BETA = 0.04  # weight of the KL to the start if the reward contains no KL
 DEFAULT_GROUP = 8  # completions of a prompt, where they are compared

@@ -21,13 +21,13 @@ from common.device import random_stream, seed_step, select_device
 from common.log import RunLog, print0
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
-from metrics.reward_skill import better_than_constant, describe_skill, measure_skill, skill_figures
+from metrics.bootstrap import better_than_constant
+from metrics.reward_skill import describe_skill, measure_skill, skill_figures
 from model import GPT
 from reward.heads import LastRewardModel, LikelihoodRewardModel, RewardModel, features_of
 from reward.mixture import fit_mixture
 from reward_dataset_loader import RewardDataset, open_splits, rows_by_part
 from training import checkpoint
-from training.lineage import check_generator, check_splits
 from training.optimizers import Best, EarlyStopping, make_optimizers, take_step
 
 WEIGHT_DECAY = 0.01  # of AdamW, for matrices
@@ -112,7 +112,9 @@ def run(settings: RewardModelSettings) -> dict[str, Any]:
         "use a dataset made with this model's tokenization",
     )
     metadata = train_set.metadata
-    base_sha256 = check_generator(settings.data_dir, metadata.get("model_sha256"), base_path)
+    base_sha256 = checkpoint.check_generator(
+        settings.data_dir, metadata.get("model_sha256"), base_path
+    )
 
     # model, and what its frozen part makes of the validation data
     natural = generator
@@ -218,7 +220,7 @@ def load_natural_model(path: str, base: Mapping, metadata: Mapping) -> GPT:
     """
     contents = checkpoint.load_checkpoint(path)
     model: GPT = checkpoint.build_model(contents, path)
-    check_splits(contents["data"], metadata, path, ["val_sha256"], is_allowed=True)
+    checkpoint.check_splits(contents["data"], metadata, path, ["val_sha256"], is_allowed=True)
     model.crop_block_size(min(model.config.block_size, base["config"].block_size))
     model.pad_vocabulary(base["config"].vocab_size)
     contents["config"] = model.config

@@ -19,7 +19,7 @@ import train_reward_model
 from common.device import random_stream
 from common.files import atomic_path, dataset_folder
 from cycles.ledger import artefact
-from training.lineage import hash_inputs
+from training.run import hash_inputs
 
 NUM_SAMPLES = 300  # of each model, for the quality of its text, unless the section evaluate sets it
 # The settings that do not change what a stage makes

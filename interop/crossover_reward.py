@@ -20,7 +20,8 @@ from common.log import print0
 from common.process import UserError, require, run_main, warn
 from interop.samples import Samples, draw_samples
 from interop.trunk_head import TrunkHead, copy_tensors
-from metrics.reward_skill import better_than_constant, describe_skill, measure_skill
+from metrics.bootstrap import better_than_constant
+from metrics.reward_skill import describe_skill, measure_skill
 from model import GPTConfig
 from reward.heads import LikelihoodRewardModel, features_of
 from reward.mixture import fit_mixture

@@ -22,7 +22,7 @@ from common.process import UserError, first_line, require, run_main, warn
 from common.settings import Errors, Settings, parse_settings
 from corpus.encode import find_texts, joined_pieces
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
-from metrics.reward_skill import better_than_constant
+from metrics.bootstrap import better_than_constant
 from reports.text_page import open_page, present_text
 
 LENGTH = 64  # tokens of the natural blocks, and of the windows of the text

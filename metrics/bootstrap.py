@@ -91,3 +91,8 @@ def format_figure(figures: Mapping[str, Any], name: str, form: str = ".4f") -> s
     if low is not None:
         interval = f"{low:{form}} to {high:{form}}"
     return f"{text} ({interval})"
+
+
+def better_than_constant(r2_low: float | None) -> bool:
+    """Return whether the lower end of R2's interval shows a gain over the best constant."""
+    return isinstance(r2_low, float) and r2_low > 0

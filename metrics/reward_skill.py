@@ -50,11 +50,6 @@ def bootstrap_r_squared(
     return bootstrap_interval(r2, len(block_ids), seed)
 
 
-def better_than_constant(r2_low: float | None) -> bool:
-    """Return whether the lower end of R2's interval shows a gain over the best constant."""
-    return isinstance(r2_low, float) and r2_low > 0
-
-
 def r_squared(prediction: Tensor, target: Tensor) -> float | None:
     """Return R2 of predictions (n,): 1 is perfect, 0 a constant, None for equal targets (n,)."""
     prediction, target = float64_pair(prediction, target)

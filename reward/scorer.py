@@ -14,13 +14,18 @@ from common.device import autocast
 from common.process import require, warn
 from data_loader import Corpus
 from losses import scatter_to_mask, token_log_probs
-from metrics.bootstrap import MIN_BLOCKS, format_figure
-from metrics.reward_skill import better_than_constant
+from metrics.bootstrap import MIN_BLOCKS, better_than_constant, format_figure
 from model import GPT
 from reward.heads import build_reward_model
 from reward.user_function import RewardFunction, load_functions
-from training.checkpoint import build_model, check_fit, check_tokenizer, load_checkpoint
-from training.lineage import check_generator, check_splits
+from training.checkpoint import (
+    build_model,
+    check_fit,
+    check_generator,
+    check_splits,
+    check_tokenizer,
+    load_checkpoint,
+)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from metrics import reward_skill as metrics
-from metrics.bootstrap import bootstrap_blocks, widened
+from metrics.bootstrap import better_than_constant, bootstrap_blocks, widened
 
 
 def test_skill_by_hand():
@@ -70,7 +70,7 @@ def test_only_an_interval_above_0_is_better_than_a_constant():
     better = [
         low
         for low in (None, math.nan, -math.inf, -0.1, 0.0, 1e-9, 0.5)
-        if metrics.better_than_constant(low)
+        if better_than_constant(low)
     ]
     assert better == [1e-9, 0.5]
 

@@ -1,4 +1,4 @@
-"""Tests of training/checkpoint.py and training/lineage.py: round trips, and bad or hostile files.
+"""Tests of training/checkpoint.py: round trips, and bad or hostile files.
 
 pytest tests/test_training_checkpoint.py
 """
@@ -17,10 +17,6 @@ from model import GPT, GPTConfig
 from reward.heads import build_reward_model
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
-from training.lineage import (
-    check_splits,
-    hash_model,
-)
 
 CONFIG = GPTConfig(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=8)
 TOKENIZATION = TokenizationManager.from_text("hello world").to_record()
@@ -104,14 +100,14 @@ def test_the_seeds_snippet_makes_a_reward_model_of_a_generator(tmp_path):
 def test_records_of_data_and_tokens_are_compared(capsys):
     other = {**DATA, "val_sha256": "of another text"}
     assert (DATA["train_tokens"], DATA["val_tokens"]) == (5, 3)
-    check_splits(DATA, DATA)
-    check_splits(other, DATA, hashes=["train_sha256"])
+    ckpt.check_splits(DATA, DATA)
+    ckpt.check_splits(other, DATA, hashes=["train_sha256"])
     assert capsys.readouterr().err == ""
     with pytest.raises(UserError, match="the model was trained on another train/validation split"):
-        check_splits(other, DATA)
-    check_splits(other, DATA, "natural.pt", is_allowed=True)
+        ckpt.check_splits(other, DATA)
+    ckpt.check_splits(other, DATA, "natural.pt", is_allowed=True)
     assert "natural.pt was trained on another train/valid" in capsys.readouterr().err
-    check_splits(None, DATA)
+    ckpt.check_splits(None, DATA)
     assert "or has no record of it" in capsys.readouterr().err
 
 
@@ -135,7 +131,7 @@ def test_a_model_s_hash_is_that_of_its_file_or_of_the_weights_in_its_folder(tmp_
         (tmp_path / name / "model.bin").write_text(name.replace("b", "a"))
     (tmp_path / "b" / "notes.txt").write_text("no part of it")
     for file in ("model.bin", "."):
-        hashes = [hash_model(tmp_path / name / file) for name in "abc"]
+        hashes = [ckpt.hash_model(tmp_path / name / file) for name in "abc"]
         assert hashes[0] == hashes[1] != hashes[2]
 
 

@@ -12,7 +12,7 @@ A checkpoint is a dict. All records but the first two may be None:
     generator_config  GPTConfig of the generator in a likelihood reward model
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.files import is_hub_name, load_state, reading, save_state
+from common.files import hash_bytes, hash_file, is_hub_name, load_state, reading, save_state
 from common.process import is_main_rank, require, warn
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
@@ -40,6 +40,7 @@ REMOVED_FIELDS = {
     "trunk_layer": None,
     "reads_previous": False,
 }
+SPLITS = ("train_sha256", "val_sha256")  # entries of data records
 Record = Mapping[str, Any]
 
 
@@ -73,6 +74,21 @@ def find_model(name: str | Path) -> Path:
     from training.huggingface import download_model  # only needed for such names
 
     return download_model(str(name))
+
+
+def hash_model(path: str | Path) -> str:
+    """Return the sha256, in hexadecimal, of a checkpoint's file or of a Hugging Face folder.
+
+    In a folder, only weights, configs and vocabularies count.
+    """
+    path = find_model(path)
+    if path.is_file():
+        return hash_file(path)
+    hashes = ""
+    for file in sorted(path.glob("*")):
+        if file.suffix in (".bin", ".safetensors", ".json", ".pkl"):
+            hashes += hash_file(file)
+    return hash_bytes(hashes.encode())
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -208,6 +224,46 @@ def check_tokenizer(contents: Record, tokenizer: TokenizationManager) -> None:
             f"the model has {num_tokens} token ids, the data have fewer, {tokens}: "
             "make sure that they are the same"
         )
+
+
+def check_splits(
+    trained: Record | None,
+    data: Record,
+    name: str = "the model",
+    hashes: Sequence[str] = SPLITS,
+    is_allowed: bool = False,
+) -> None:
+    """Raise UserError, or warn if `is_allowed`, unless a model was trained on the splits of `data`.
+
+    trained: the data record of the model's checkpoint; without one, warn. hashes: those of the
+    splits that must be the same.
+    """
+    if trained is not None and all(trained[split] == data.get(split) for split in hashes):
+        return
+    problem = (
+        f"{name} was trained on another train/validation split, or has no record of it: its "
+        "training text may be validation text here"
+    )
+    remedy = "use the data of its training (prepare_reward_data.py: or --allow_split_mismatch True)"
+    require(is_allowed or trained is None, f"{problem}: {remedy}")
+    warn(problem)
+
+
+def check_generator(name: str, recorded: str | None, path: str) -> str:
+    """Return the hash of the generator in `path`; raise UserError if `name` was made with another.
+
+    recorded: the hash of the generator with which `name` was made; without one, warn.
+    """
+    sha256 = hash_model(path)
+    if recorded is None:
+        warn(f"{name} does not record with which generator it was made")
+        return sha256
+    require(
+        recorded == sha256,
+        f"{name} was made with another generator (sha256 {recorded:.12}), not {path} "
+        f"({sha256:.12}): use that generator, or make it again with this one",
+    )
+    return sha256
 
 
 def choose_tokenizer(checkpoint: Record, meta_path: str | None) -> TokenizationManager:

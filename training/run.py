@@ -14,15 +14,47 @@ from pathlib import Path
 from typing import Any
 
 from common.distributed import ONE_RANK, Ranks
-from common.files import load_state, lock_output, reading, save_state
+from common.files import dataset_folder, hash_file, load_state, lock_output, reading, save_state
 from common.log import RunLog, print0, progress
 from common.process import flag_signals, require
 from common.settings import differing_settings
+from training.checkpoint import hash_model
 
 RESUME_HINT = (
     "Continue with --init_from resume. If nothing was saved yet, run the same command again."
 )
 WAY_OUT = "pass --overwrite True, without --init_from resume, to start over"
+INPUTS = (  # settings that name what a script reads
+    "dataset",
+    "train_bin",
+    "val_bin",
+    "data_dir",
+    "init_from",
+    "model_path",
+    "base_model_path",
+    "reward_model_path",
+    "natural_model_path",
+    "checkpoints",
+    "baseline",
+    "word_dataset",
+)
+
+
+def hash_inputs(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the hashes of all files that the settings of a script name, by setting or function."""
+    hashes = {}
+    for name in INPUTS:
+        paths = settings.get(name) or ()
+        if isinstance(paths, str):
+            paths = (paths,)
+        if "dataset" in name:
+            paths = [str(dataset_folder(path)) for path in paths]
+        files = [path for path in paths if path not in ("scratch", "resume")]
+        if files:
+            hashes[name] = " ".join(map(hash_model, files))
+    for function in settings.get("reward_function") or ():
+        hashes[function] = hash_file(function.rpartition(":")[0])
+    return hashes
 
 
 class Run:
