@@ -256,11 +256,9 @@ class CrossoverReward:
             print0(describe_skill(figures))
             if not better_than_constant(figures["r2_low"]):
                 finding = f"{self.head.finding}: {self.head.way_out}"
-                require(
-                    allow_unpredictive,
-                    f"{finding} (a program continues with fit(..., allow_unpredictive=True))",
-                )
-                warn(f"{finding}; continuing, because this is allowed")
+                way_on = "a program continues with fit(..., allow_unpredictive=True)"
+                require(allow_unpredictive, f"{finding} ({way_on})")
+                warn(finding)
         self.is_fitted = True
         self.figures = figures
         self.known_by = known_by
@@ -290,11 +288,7 @@ class CrossoverReward:
         with reading(path, WAY_OUT), self._unchanged_after_error():
             kind = state["kind"]
             require(kind == self.head.kind, f"it holds {kind}, not {self.head.kind}")
-            for name, target in self.head.fitted().items():
-                tensor = state["tensors"][name]
-                is_right = tensor.shape == target.shape and bool(tensor.isfinite().all())
-                require(is_right, f"invalid {name}")
-                target.copy_(tensor)
+            copy_tensors(state["tensors"], self.head.fitted())
             figures = dict(state["figures"])
             samples = state["samples"]
             if samples is not None:

@@ -92,16 +92,12 @@ def test_what_is_saved_is_loaded_and_checked(models, fitted, tmp_path):
     two.save(path)
     with pytest.raises(UserError, match=r"not a head on 1 layers of 8 channels\): fit"):
         other.load(path)
-    weight = "layers.0.weight"
-    for changed, said in (
-        ({"tensors": {**state["tensors"], weight: 3}}, "no attribute 'shape'"),
-        ({"tensors": {**state["tensors"], "layer": torch.tensor(2)}}, "index out of range"),
+    tensors = {**state["tensors"], "layer": torch.tensor(2)}
+    torch.save({**state, "tensors": tensors}, path)
+    with pytest.raises(
+        UserError, match=r"cannot be read \(.*out of range.*\): fit the reward again"
     ):
-        torch.save({**state, **changed}, path)
-        with pytest.raises(
-            UserError, match=rf"cannot be read \(.*{said}.*\): fit the reward again"
-        ):
-            other.load(path)
+        other.load(path)
     torch.save({**state, "figures": {**figures, "log_q": figures["log_q"] - 1}}, path)
     with pytest.raises(UserError, match=r"fitted to another generator\): fit the reward"):
         other.load(path)

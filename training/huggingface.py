@@ -7,7 +7,7 @@ rows of queries, keys and values are ordered (H, 3, D), ours (3, H, D).
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -115,9 +115,8 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
         wrong = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
         require(not wrong, f"the weights do not fit config.json: {wrong[:1]}")
         weights = {}
-        for their_name, tensor in model.state_dict().items():
-            name = our_name(their_name)
-            weights[name] = permute_weights(tensor, name, config)
+        for name, tensor, rows in as_ours(model, config):
+            weights[name] = tensor[rows].contiguous()
     return {
         "model": weights,
         "config": config,
@@ -194,28 +193,23 @@ def their_settings(config: GPTConfig) -> dict[str, Any]:
     return settings
 
 
-def our_name(name: str) -> str:
-    """Return GPT's name of a weight that transformers calls `name`."""
-    for theirs, ours in RENAMED.items():
-        name = name.replace(theirs, ours)
-    return name
+def as_ours(model: Any, config: GPTConfig) -> Iterator[tuple[str, Tensor, Any]]:
+    """Yield GPT's name of each weight of a model of transformers, a view of it, and an index.
 
-
-def permute_weights(tensor: Tensor, name: str, config: GPTConfig, back: bool = False) -> Tensor:
-    """Reorder a weight from transformers for GPT, or with `back` from GPT for transformers.
-
-    name: GPT's name of the weight.
+    The view has GPT's shape, and the index puts its rows in GPT's order. Both read and write the
+    model's own weight.
     """
-    if config.position == "learned":
-        if ".h." in name and tensor.dim() == 2:
-            return tensor.t().contiguous()
-        return tensor
-    if ".c_attn." not in name:
-        return tensor
-    sizes = (config.n_head, 3)
-    if back:
-        sizes = (3, config.n_head)
-    return tensor.unflatten(0, (*sizes, -1)).transpose(0, 1).flatten(0, 2)
+    for name, tensor in model.state_dict().items():
+        for theirs, ours in RENAMED.items():
+            name = name.replace(theirs, ours)
+        rows: Any = slice(None)
+        if config.position == "learned":
+            if ".h." in name and tensor.dim() == 2:
+                tensor = tensor.t()
+        elif ".c_attn." in name:
+            numbers = torch.arange(len(tensor)).view(config.n_head, 3, -1)
+            rows = numbers.transpose(0, 1).flatten()
+        yield name, tensor, rows
 
 
 def their_model(config: GPTConfig, state: Mapping[str, Tensor], **settings: Any) -> Any:
@@ -232,10 +226,8 @@ def their_model(config: GPTConfig, state: Mapping[str, Tensor], **settings: Any)
         **settings,
     )
     model = transformers.AutoModelForCausalLM.from_config(their_config).eval()
-    for their_name, target in model.state_dict().items():
-        name = our_name(their_name)
+    for name, target, rows in as_ours(model, config):
         # A model without biases equals one with biases of zero.
         tensor = state.get(name, torch.zeros(len(target)))
-        tensor = permute_weights(tensor, name, config, back=True)
-        target.copy_(tensor[: len(target)])
+        target[rows] = tensor[: len(target)]
     return model
