@@ -173,9 +173,11 @@ class TextQuality:
         has the error of the temperature. The share of distinct pairs has none, because a resample
         has the same samples several times.
         """
-        swept = [self.write(self.sweep, completer, temperature) for temperature in TEMPERATURES]
+        swept = []
         sweep = []
-        for temperature, samples in zip(TEMPERATURES, swept, strict=True):
+        for temperature in TEMPERATURES:
+            samples = self.write(self.sweep, completer, temperature)
+            swept.append(samples.texts)
             sweep.append({"temperature": temperature, **self.figures(samples)})
         diversity = [point["distinct_pairs"] for point in sweep]
         target = self.natural["distinct_pairs"]
@@ -203,17 +205,17 @@ class TextQuality:
             "natural": self.natural,
         }
 
-    def temperature_error(self, swept: Sequence[Samples], target: float) -> float:
+    def temperature_error(self, swept: Sequence[list[str]], target: float) -> float:
         """Return the standard error of the temperature by a jackknife over folds of the samples.
 
-        swept: the samples of each temperature. A fold is every NUM_FOLDS-th of them (Efron and
+        swept: the texts of each temperature. A fold is every NUM_FOLDS-th of them (Efron and
         Stein 1981, "The jackknife estimate of variance").
         """
         temperatures = []
         for fold in range(NUM_FOLDS):
             diversity = []
-            for samples in swept:
-                kept = list(samples.texts)
+            for texts in swept:
+                kept = texts.copy()
                 del kept[fold::NUM_FOLDS]
                 diversity.append(self.distinct_pairs(kept))
             temperatures.append(temperature_at(target, diversity))

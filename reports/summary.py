@@ -15,6 +15,7 @@ MIN_NATURAL_GAIN = 0.1  # nats per character
 SHORTCOMINGS = {NO_DIFFERENCE: "not shown to be better than", WORSE: "worse than"}
 # The first of these losses that is shown to be better or worse decides.
 LOSSES = {"judge_loss": "a judge's loss", "calibrated_loss": "its loss"}
+MOVES = {BETTER: ": {} fell", WORSE: ", but {} rose"}
 # The large numbers: label and form. The last three that are measured are shown.
 NUMBERS = {
     "fresh_function_reward": ("task reward of its text at temperature 1", ".3f"),
@@ -38,14 +39,14 @@ def expectation(results: Results) -> str:
     """Return a warning if the natural model is hardly better than the generator, or ""."""
     own = results.generator_loss
     natural = results.natural_loss
-    is_hardly_better = own - natural < MIN_NATURAL_GAIN
-    if not is_hardly_better:
-        return ""
-    return (
-        f"Expect text that is hardly more natural: the natural model's loss, {natural:.2f} nats "
-        f"per character, is not at least {MIN_NATURAL_GAIN} below the generator's, {own:.2f}. "
-        "Give it more text of the same kind with --natural_text or --natural_dataset."
-    )
+    if own - natural < MIN_NATURAL_GAIN:  # False for NaN
+        return (
+            f"Expect text that is hardly more natural: the natural model's loss, {natural:.2f} "
+            f"nats per character, is not at least {MIN_NATURAL_GAIN} below the generator's, "
+            f"{own:.2f}. Give it more text of the same kind with --natural_text or "
+            "--natural_dataset."
+        )
+    return ""
 
 
 def status(results: Results) -> str:
@@ -87,10 +88,9 @@ def sentence(results: Results) -> str:
         return f"{learned}: {after} of the words it writes are unknown, {before} before."
     for name, loss in LOSSES.items():
         verdict = generator.verdict(name)
-        if verdict == BETTER:
-            return f"{learned}: {loss} fell {change(results, name)} nats/character."
-        if verdict == WORSE:
-            return f"{learned}, but {loss} rose {change(results, name)} nats/character."
+        if verdict in MOVES:
+            moved = MOVES[verdict].format(loss)
+            return f"{learned}{moved} {change(results, name)} nats/character."
     return f"{learned}, but no gain is shown."
 
 
