@@ -32,11 +32,11 @@ from metrics.bootstrap import better_than_constant, block_means, bootstrap_block
 from metrics.calibration import fit_temperature
 from metrics.text_quality import TextQuality
 from model import GPT
-from reports.text_page import open_page, present_text
+from reports.text_page import open_page, present_text, read_tokens
 from reward.heads import build_reward_model
 from reward.scorer import RewardScorer, load_scorer
 from reward.user_function import RESERVED_ENDINGS
-from tokenization_manager import TokenizationManager, pieces
+from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 
 SEED = 42  # of intervals and samples
@@ -83,7 +83,10 @@ class EvaluateSettings(Settings):
     def check_settings(self, errors: Errors) -> None:
         """Note a part of a split that has none, and options that need others."""
         if self.text is not None:
-            self.check_reading(errors)
+            is_read = self.reward_model_path is not None
+            errors.check(is_read, "text needs a reward model: pass it with --reward_model_path")
+            names = [member.name for member in fields(self) if member.name not in READING_OPTIONS]
+            self.check_ignored(errors, names, "with text")
             return
         remedy = "Pass the checkpoint with --checkpoints"
         errors.check(bool(self.checkpoints), "checkpoints is required", remedy)
@@ -96,15 +99,8 @@ class EvaluateSettings(Settings):
         is_scored = self.reward_model_path is not None or bool(self.reward_function)
         what = "a reward model or function needs a baseline, the generator that GRPO started from"
         errors.check(has_baseline or not is_scored, what, "Pass it with --baseline")
-        is_used = self.samples is not None or self.word_dataset is None
-        errors.check(is_used, "word_dataset needs samples", "Pass --samples, or leave it out")
-
-    def check_reading(self, errors: Errors) -> None:
-        """Check that a text comes with a reward model, and without options that have no effect."""
-        is_read = self.reward_model_path is not None
-        errors.check(is_read, "text needs a reward model: pass it with --reward_model_path")
-        names = [member.name for member in fields(self) if member.name not in READING_OPTIONS]
-        self.check_ignored(errors, names, "with text")
+        if self.samples is None:
+            self.check_ignored(errors, ["word_dataset"], "without samples")
 
 
 def calculate_perplexity(
@@ -142,11 +138,8 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
             device,
         )
 
-    @functools.cache
-    def quality_at(length: int) -> TextQuality:
-        """Return the measure for models with a context of `length` tokens."""
-        return load_text_quality(settings, corpus, tokens, length)
-
+    # Models of the same context share the measure of text quality.
+    quality_at = functools.cache(functools.partial(load_text_quality, settings, corpus, tokens))
     # The baseline comes first: the other models are compared with it, in its context.
     paths = settings.checkpoints
     if settings.baseline is not None:
@@ -304,18 +297,17 @@ def write_passages(
     prompts = spread_prompts(
         quality.tokens, completer.length, NUM_PASSAGES, PASSAGE_PROMPT_SHARE, SEED
     )
+    reward_model = None
+    if scorer is not None:
+        reward_model = scorer.reward_model
     passages = []
+    start = int(prompts.prefix_lengths[0])
     for row in prompts.complete(completer, temperature).ids.flatten(0, 1):  # (N,)
-        natural: list[float | None] = [None] * len(row)
-        if scorer is not None and scorer.is_ratio:
-            natural = scorer.reward_model.token_probabilities(row[None])[0].tolist()
-        texts = pieces(quality.tokenizer.decode, row.cpu().numpy(), range(1, len(row) + 1))
-        start = int(prompts.prefix_lengths[0])
-        completion = []
-        for text, share in zip(texts[start:], natural[start:], strict=True):
-            if text:  # else a later token completes the character
-                completion.append([text, share])
-        passages.append({"prompt": "".join(texts[:start]), "completion": completion})
+        tokens = read_tokens(reward_model, quality.tokenizer.decode, row)
+        prompt = "".join(text for text, _ in tokens[:start])
+        # A token without text is completed by a later one.
+        completion = [token for token in tokens[start:] if token[0]]
+        passages.append({"prompt": prompt, "completion": completion})
     return passages
 
 

@@ -34,7 +34,8 @@ def make_page(ledger: Ledger) -> str:
     if reward_models:
         cycle = reward_models[-1]["cycle"]
         reward_data = folder / artefact("reward_data", cycle)
-        passages = read_passages(reward_data, folder / artefact("reward_model", cycle))
+        if reward_data.is_dir():  # its user may have deleted it
+            passages = read_passages(reward_data, folder / artefact("reward_model", cycle))
     return render(
         "page.html",
         name=folder.resolve().name,
@@ -43,9 +44,7 @@ def make_page(ledger: Ledger) -> str:
         sentence=summary.sentence(results),
         reason=summary.reason(results),
         numbers=summary.numbers(results),
-        task=results.task,
-        generator=results.compared.get("generator"),
-        policy=results.compared.get("policy"),
+        results=results,
         pictures=draw_pictures(results, folder),
         comparison=table.comparison(results),
         passages=passages,

@@ -3,7 +3,6 @@
 python run_cycles.py --text my_novel.txt --natural_text other_novels/
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +10,10 @@ import numpy as np
 import torch
 
 from common.device import random_stream
+from reports.text_page import read_tokens
 from reward.heads import build_reward_model
 from reward_dataset_loader import RewardDataset, rows_by_part
-from tokenization_manager import TokenizationManager, pieces
+from tokenization_manager import TokenizationManager
 from training.checkpoint import load_checkpoint
 
 SEED = 42
@@ -24,10 +24,9 @@ NUM_PASSAGES = 2
 class Passage:
     """A sequence of N tokens: the first `crossover` are natural, a generator wrote the others."""
 
-    tokens: list[str]
+    tokens: list[tuple[str, float | None]]  # text and P(natural), see `read_tokens`
     crossover: int
     predicted: float  # the reward model's E[K], in tokens
-    natural: Sequence[float | None]  # P(natural) of each token; None if the head has no such scores
 
 
 @torch.no_grad()
@@ -42,17 +41,12 @@ def read_passages(reward_data: Path, reward_model: Path) -> list[Passage]:
     N = dataset.block_size
     passages = []
     for row in rows[:NUM_PASSAGES]:
-        tokens = dataset.x[row]  # (N,)
-        ids = torch.from_numpy(tokens.astype(np.int64))[None]  # (1, N)
-        probabilities, _ = model(ids)  # (1, 2)
-        natural: Sequence[float | None] = [None] * N
-        if model.is_ratio:
-            natural = model.token_probabilities(ids)[0].tolist()
+        ids = torch.from_numpy(dataset.x[row].astype(np.int64))  # (N,)
+        probabilities, _ = model(ids[None])  # (1, 2)
         passage = Passage(
-            tokens=pieces(tokenizer.decode, tokens, range(1, N + 1)),
+            tokens=read_tokens(model, tokenizer.decode, ids),
             crossover=round(float(dataset.y[row, 0]) * N),
             predicted=probabilities[0, 0].item() * N,
-            natural=natural,
         )
         passages.append(passage)
     return passages

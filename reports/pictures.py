@@ -43,7 +43,8 @@ def draw_pictures(results: Results, folder: Path) -> list[str]:
         if results.cycle:
             policy = folder / artefact("policy", results.cycle)
             records = read_records(policy.with_suffix(".jsonl"))
-            images.append(image(draw_progress, records))
+            if records:  # else the log is deleted
+                images.append(image(draw_progress, records))
     return images
 
 

@@ -15,6 +15,7 @@ from common.files import write_text
 from common.log import print0
 from common.process import require
 from reports.rendering import render
+from reward.heads import RewardModel
 from reward.reading import read_crossover, text_evidence
 from tokenization_manager import pieces
 
@@ -24,11 +25,29 @@ NEARBY = 70  # characters shown before and after K
 def open_page(text_path: str, num_tokens: int, output_path: str | None) -> Path:
     """Return the path of a text's page; None: TEXT.crossover.html, here.
 
-    Raise UserError if the text is too short.
+    Raise UserError if the text is too short, or if the page would overwrite it.
     """
     finding = f"{text_path} has too few tokens ({num_tokens})"
     require(num_tokens >= 2, f"{finding}: at least 2 are needed, because the first has no evidence")
-    return Path(output_path or f"{Path(text_path).stem}.crossover.html")
+    page = Path(output_path or f"{Path(text_path).stem}.crossover.html")
+    is_other = page.resolve() != Path(text_path).resolve()
+    require(is_other, f"the page would overwrite {text_path}: use another --output_path")
+    return page
+
+
+def read_tokens(
+    model: RewardModel | None, decode: Callable[[np.ndarray], str], ids: Tensor
+) -> list[tuple[str, float | None]]:
+    """Return the text and P(natural) of each token of ids (N,).
+
+    P(natural) is None without a reward model, and for a head that has no output per token.
+    """
+    N = len(ids)
+    natural: list[float | None] = [None] * N
+    if model is not None and model.is_ratio:
+        natural = model.token_probabilities(ids[None])[0].tolist()
+    texts = pieces(decode, ids.cpu().numpy(), range(1, N + 1))
+    return list(zip(texts, natural, strict=True))
 
 
 def present_text(

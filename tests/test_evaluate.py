@@ -206,6 +206,7 @@ REFUSED = """
 --reward_model_path None => text needs a reward model
 --reward_model_path last.pt => the head of last.pt has no output per token
 --samples 5 => samples is ignored with text
+--output_path ./mixed.txt => the page would overwrite mixed.txt
 --text one.txt => has too few tokens (1)
 --text zhe.txt => lacks the characters '\\u0416'
 """

@@ -415,13 +415,14 @@ def test_passages(reward_data, predictive_reward_model, reward_model):
     N = dataset.block_size
     assert len(passages) == 2
     for passage in passages:
-        assert len(passage.tokens) == len(passage.natural) == N
+        _, natural = zip(*passage.tokens, strict=True)
+        assert len(natural) == N
         assert 0 < passage.crossover < N
-        assert passage.predicted == pytest.approx(sum(passage.natural), abs=1e-3)
-        assert all(0 <= probability <= 1 for probability in passage.natural)
+        assert passage.predicted == pytest.approx(sum(natural), abs=1e-3)
+        assert all(0 <= probability <= 1 for probability in natural)
     assert passages == read_passages(reward_data, predictive_reward_model)
     for passage in read_passages(reward_data, reward_model):  # a head without token scores
-        assert set(passage.natural) == {None}
+        assert {share for _, share in passage.tokens} == {None}
         assert 0 <= passage.predicted <= N
 
 
@@ -444,6 +445,10 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     # quality and diversity, P(natural) in steps of GRPO
     assert page.count("data:image/png;base64,") == 2
     assert not re.search(r"(src|href)=\"?http", page)
+    (tmp_path / "reward_data_v1").unlink()
+    (tmp_path / "base_model_v2.jsonl").unlink()
+    page = make_page(ledger)
+    assert '<b class="k"' not in page and page.count("data:image/png;base64,") == 1
 
 
 def test_page_with_missing_parts(tmp_path, capsys):
