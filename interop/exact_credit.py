@@ -83,9 +83,8 @@ def exact_terms(
         # Called as a module, the layer would make FSDP2 take `grad` for the backward pass.
         logits = linear(leaf, layer.weight, layer.bias)[:, :V].float()
         log_probs = logits.log_softmax(-1)  # (k, V)
-        with torch.no_grad():
-            logits_of_both = (logits_of(head.natural, natural), logits_of(head.generator, start))
-            evidence, log_q = head.distributions(logits_of_both)  # (k, V) each
+        logits_of_both = (logits_of(head.natural, natural), logits_of(head.generator, start))
+        evidence, log_q = head.distributions(logits_of_both)  # (k, V) each
         losses = divergence(log_probs, evidence, log_q)  # (k,)
         if torch.is_grad_enabled():
             found = torch.autograd.grad(factors @ losses, (leaf, *trained))
@@ -135,8 +134,9 @@ def states_before(model: CausalModel, ids: Tensor, attention_mask: Tensor, count
     return output.last_hidden_state[:, -count - 1 : -1]
 
 
+@torch.no_grad()
 def logits_of(model: CausalModel, states: Tensor) -> Tensor:
-    """Return the logits (m, V) float32 of hidden states (m, H)."""
+    """Return the logits (m, V) float32 of hidden states (m, H), without a gradient."""
     return output_layer(model)(states)[:, : model.config.vocab_size].float()
 
 

@@ -176,20 +176,19 @@ def their_settings(config: GPTConfig) -> dict[str, Any]:
             layer_norm_epsilon=1e-5,
             activation_function=activation,
         )
-        return settings
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 1.0,
-    }
-    settings.update(
-        rope_parameters=rope,
-        use_parallel_residual=False,
-        attention_bias=True,
-        intermediate_size=4 * config.n_embd,
-        layer_norm_eps=1e-5,
-        hidden_act=activation,
-    )
+    else:
+        settings.update(
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            },
+            use_parallel_residual=False,
+            attention_bias=True,
+            intermediate_size=4 * config.n_embd,
+            layer_norm_eps=1e-5,
+            hidden_act=activation,
+        )
     return settings
 
 
