@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.device import full_precision, total_memory
+from common.device import autocast, total_memory
 from common.process import UserError
 from generation.completions import generate
 from generation.kv_cache import Context, KVCache
@@ -292,7 +292,7 @@ class GPT(nn.Module):
         They have the dtype of the weights, also under autocast: bfloat16 logits would change GRPO's
         probability ratios (MiniMax-M1, arXiv 2506.13585).
         """
-        with full_precision(hidden.device):
+        with autocast(hidden.device, torch.float32):
             return self._logits_in_autocast(hidden.to(self.lm_head.weight.dtype))
 
     def _logits_in_autocast(self, hidden: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ class GPT(nn.Module):
 
         The dtype is that of the weights, also under autocast.
         """
-        with full_precision(hidden.device):
+        with autocast(hidden.device, torch.float32):
             return self.reward_head[:3](hidden.to(self.transformer.wte.weight.dtype))
 
     def pad_vocabulary(self, vocab_size: int) -> None:

@@ -309,7 +309,7 @@ def train(
             loss_sum += loss.detach()
         norm = optim.take_step(model, optimizers, settings.grad_clip, scaler)
         tokens_per_second = round(tokens_per_step / (time.perf_counter() - start_time))
-        train_loss = ranks.sum(float(loss_sum)) / ranks.world_size
+        train_loss = sum(ranks.collect(float(loss_sum))) / ranks.world_size
 
         # records, evaluation, state
         figures = {

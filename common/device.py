@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.process import UserError, first_line, require
+from common.process import UserError, one_line
 
 
 def select_device(name: str) -> torch.device:
@@ -29,17 +29,15 @@ def select_device(name: str) -> torch.device:
             name = "mps"
         if torch.cuda.is_available():
             name = "cuda"
-    rule = "use auto, cpu, cuda, cuda:N or mps"
-    require(name.partition(":")[0] in ("cpu", "cuda", "mps"), f"device={name!r}: {rule}")
     try:
         device = torch.device(name)
         if device.type == "cuda":
             torch.cuda.get_device_properties(device)  # each rank of torchrun looks at device 0
         else:
-            torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        problem = f"device={name!r} is not available here ({first_line(error):.120})"
-        raise UserError(f"ERROR: {problem}: {rule}") from None
+            torch.zeros(1, device=device).item()  # torch has devices without data: meta
+    except (RuntimeError, AssertionError, ImportError) as error:
+        problem = f"device={name!r} is not available here ({one_line(error):.120})"
+        raise UserError(f"ERROR: {problem}: use auto, cpu, cuda, cuda:N or mps") from None
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     return device
@@ -65,8 +63,7 @@ def check_compiler(device: torch.device) -> None:
     try:
         torch.compile(lambda x: x.exp())(torch.zeros(1, device=device))
     except Exception as error:  # any error of the compiler or of the packages that call it
-        reason = " ".join(str(error).partition("\n\n")[0].split())
-        problem = f"torch.compile fails here ({reason:.200})"
+        problem = f"torch.compile fails here ({one_line(error):.200})"
         remedy = "install g++ (for CUDA also gcc), or leave out --compile"
         raise UserError(f"ERROR: compile=True: {problem}; {remedy}") from None
 
@@ -93,10 +90,8 @@ def float64(values: Tensor) -> Tensor:
     return values.cpu().double()
 
 
-def autocast(
-    device: torch.device, dtype: torch.dtype | None = None
-) -> contextlib.AbstractContextManager:
-    """Return a context of mixed precision; for float32 it does nothing.
+def autocast(device: torch.device, dtype: torch.dtype | None = None) -> torch.autocast:
+    """Return a context of mixed precision; with float32, operations keep the dtype of their inputs.
 
     dtype None: as select_dtype("auto", device).
 
@@ -104,14 +99,7 @@ def autocast(
     gradients.
     """
     dtype = dtype or select_dtype("auto", device)
-    if dtype == torch.float32:
-        return contextlib.nullcontext()
-    return torch.autocast(device_type=device.type, dtype=dtype)
-
-
-def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
-    """Return a context without mixed precision: operations keep the dtype of their inputs."""
-    return torch.autocast(device_type=device.type, enabled=False)
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 @contextlib.contextmanager

@@ -45,10 +45,6 @@ class Ranks:
             result = work()
         return self.collect(result)[0]
 
-    def sum(self, value: float) -> float:
-        """Return a value summed over the ranks."""
-        return sum(self.collect(value))
-
     def share(self, count: int) -> slice:
         """Return this rank's part of `count` rows: contiguous, and of equal size if the number of
         ranks divides `count`.

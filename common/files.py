@@ -21,7 +21,7 @@ from typing import Any
 import filelock
 import torch
 
-from common.process import UserError, require, until_main_ends
+from common.process import UserError, one_line, require, until_main_ends
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CHUNK = 1 << 20  # characters or tokens that are read at a time
@@ -119,8 +119,7 @@ def reading(
     except (KeyboardInterrupt, MemoryError):
         raise
     except BaseException as error:  # damaged bytes can raise anything, and Rust code panic
-        cause = " ".join(str(error).removeprefix("ERROR: ").split()) or type(error).__name__
-        raise kind(f"ERROR: {path} cannot be read ({cause:.120}): {way_out}") from None
+        raise kind(f"ERROR: {path} cannot be read ({one_line(error):.120}): {way_out}") from None
 
 
 def read_json(path: str | os.PathLike) -> Any:

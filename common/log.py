@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from common.files import reading, write_text
-from common.process import UserError, first_line, is_main_rank
+from common.process import UserError, is_main_rank, one_line
 
 T = TypeVar("T")
-# Metrics printed to the console, in this order. Records contain all metrics.
+# Values printed to the console, in this order. Records contain all metrics.
 SHOWN = (
+    "step",
     "train_loss",
     "reward",
     "fresh_function_reward",
@@ -84,15 +85,6 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
     return " | ".join(parts)
 
 
-def step_line(record: Mapping[str, Any]) -> str:
-    """Return a record as a line: `step 100 | train_loss 1.648 | select_loss 2.206 | 41 s`."""
-    shown = {"step": record["step"]}
-    for name in SHOWN:
-        if name in record:
-            shown[name] = record[name]
-    return f"{format_metrics(shown)} | {record['seconds']:.0f} s"
-
-
 def check_finite(metrics: Mapping[str, Any]) -> None:
     """Raise UserError if a metric, or a value in a table, is NaN or infinite."""
     for name, value in metrics.items():
@@ -119,15 +111,17 @@ class RunLog:
         self.is_open = False
 
     def log(self, step: int, quiet: bool = False, **metrics: Any) -> None:
-        """Append the record of a step and, unless `quiet`, print its line; raise UserError for a
-        value that is not finite.
+        """Append the record of a step; raise UserError for a value that is not finite.
+
+        Unless `quiet`, print a line: `step 100 | train_loss 1.648 | select_loss 2.206 | 41 s`.
         """
         check_finite(metrics)
         if not is_main_rank():
             return
         if not self.is_open:
             self._open()
-        values = {"seconds": round(time.monotonic() - self.start, 3), **metrics}
+        seconds = round(time.monotonic() - self.start, 3)
+        values = {"seconds": seconds, **metrics}
         record = {"step": step, **values}
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -135,7 +129,8 @@ class RunLog:
             numbers = {n: value for n, value in values.items() if isinstance(value, (int, float))}
             self.tracker(numbers, step=step)
         if not quiet:
-            print0(step_line(record))
+            shown = {name: record[name] for name in SHOWN if name in record}
+            print0(f"{format_metrics(shown)} | {seconds:.0f} s")
 
     def _open(self) -> None:
         """Write the file with the records that are kept."""
@@ -179,7 +174,7 @@ def start_tracker(
         tensorboard = importlib.import_module("torch.utils.tensorboard")
         writer = tensorboard.SummaryWriter(str(output.with_suffix(".tensorboard")))
     except Exception as error:  # not installed, not logged in, no network
-        raise UserError(f"ERROR: --tracker {tracker}: {first_line(error)}") from None
+        raise UserError(f"ERROR: --tracker {tracker}: {one_line(error)}") from None
 
     def send(numbers: Mapping[str, Any], step: int) -> None:
         for key, value in numbers.items():

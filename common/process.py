@@ -28,10 +28,9 @@ def require(holds: bool, error: str) -> None:
         raise UserError(f"ERROR: {error}")
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, without our prefix, or the name of its class."""
-    message = str(error).strip().removeprefix("ERROR: ")
-    return message.partition("\n")[0] or type(error).__name__
+def one_line(error: BaseException) -> str:
+    """Return an error's message in one line, without our prefix, or the name of its class."""
+    return " ".join(str(error).removeprefix("ERROR: ").split()) or type(error).__name__
 
 
 until_main_ends = contextlib.ExitStack()  # locks and files that stay open while main() runs
@@ -75,11 +74,14 @@ def run_main(
         if is_main_rank():
             message = f"Interrupted. {resume_hint}"
     except (RuntimeError, MemoryError) as error:
-        if not lacks_memory(error):
+        # Compare messages: torch has an error class for it only on CUDA.
+        phrases = ("out of memory", "not enough memory", "can't allocate memory")
+        is_known = any(phrase in str(error) for phrase in phrases)
+        if not is_known and not isinstance(error, MemoryError):
             raise
-        message = f"ERROR: out of memory ({first_line(error)}): {memory_remedy}"
+        message = f"ERROR: out of memory ({one_line(error):.200}): {memory_remedy}"
     except OSError as error:
-        message = f"ERROR: {first_line(error)}"
+        message = f"ERROR: {one_line(error)}"
     if message:
         print(message, file=sys.stderr, flush=True)
     if torch.distributed.is_initialized():
@@ -96,17 +98,6 @@ def run_main(
 def is_main_rank() -> bool:
     """Return whether this process prints: rank 0 of torchrun's processes, or a single process."""
     return int(os.environ.get("RANK", 0)) == 0
-
-
-def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error means out of memory.
-
-    Compare messages too: torch has an error class for it only on CUDA.
-    """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    phrases = ("out of memory", "not enough memory", "can't allocate memory")
-    return any(phrase in str(error) for phrase in phrases)
 
 
 def warn(message: str) -> None:

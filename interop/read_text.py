@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.files import read_text
 from common.log import print0
-from common.process import UserError, first_line, require, run_main, warn
+from common.process import UserError, one_line, require, run_main, warn
 from common.settings import Errors, Settings, parse_settings
 from corpus.encode import find_texts, joined_pieces
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
@@ -108,7 +108,7 @@ def encode(text: str, tokenizer: Any) -> Tensor:
     try:
         ids = tokenizer(text=text, add_special_tokens=False)["input_ids"]
     except Exception as error:  # raised in Rust
-        finding = f"the model's tokenizer cannot read the text: {first_line(error):.200}"
+        finding = f"the model's tokenizer cannot read the text: {one_line(error):.200}"
         raise UserError(f"ERROR: {finding}") from None
     return torch.tensor(ids)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.process import UserError, first_line, require
+from common.process import UserError, one_line, require
 
 RESERVED_ENDINGS = ("_low", "_high")  # of the ends of intervals: fresh_reward_NAME_low
 
@@ -73,7 +73,7 @@ class RewardFunction:
         try:
             yield
         except (Exception, SystemExit) as error:
-            finding = first_line(error)
+            finding = one_line(error)
             if not isinstance(error, UserError):
                 place = ""
                 for frame in traceback.extract_tb(error.__traceback__):

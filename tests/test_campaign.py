@@ -105,7 +105,7 @@ WORDS = [
     "�",
 ]
 EXPRESSIONS = ["2**4", "5 * 8", "2e1", "'ft-' + str(time.time())", "True", "-(8 + .5)", "[1]"]
-EXPRESSIONS += ["{1: 2}", "dict(a=1)", "open('x')", "'a' * 9", "time.time(1)", "'\ud83d'", "("]
+EXPRESSIONS += ["{1: 2}", "dict(a=1)", "open('x')", "'a' * 9", "time.time(1)", "'\udcff'", "("]
 VALUES = st.sampled_from([*NUMBERS, *WORDS, *EXPRESSIONS, "", " ", "nan 1"])
 
 

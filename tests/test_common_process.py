@@ -36,7 +36,7 @@ def end_of(main, capsys, **options) -> tuple[int, str, str]:
         (KeyboardInterrupt(), 130, "Interrupted. Run the same"),
         (MemoryError("no 9 TiB"), 2, "ERROR: out of memory (no 9 TiB): "),
         (MemoryError(), 2, "ERROR: out of memory (MemoryError): "),
-        (torch.OutOfMemoryError("no 9 GiB\nmore"), 2, "ERROR: out of memory (no 9 GiB): "),
+        (torch.OutOfMemoryError("CUDA out of memory\nmore"), 2, "ERROR: out of memory (CUDA"),
         (
             FileNotFoundError(2, "No such file", "/absent"),
             2,

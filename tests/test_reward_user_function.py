@@ -133,7 +133,7 @@ def test_anything_else_is_refused_in_one_line(made, value):
         ("1 / 0", "raised ZeroDivisionError at line 3 of .*mine.py: division by zero"),
         (
             "raise ValueError('two\\nlines ' + 1000 * 'x')",
-            "raised ValueError at line 3 of .*: two; correct it",
+            "raised ValueError at line 3 of .*: two lines x*; correct it",
         ),
         ("import sys; sys.exit(0)", "raised SystemExit at line 3"),
         ("score(**kwargs)", "raised RecursionError at line [23]"),

@@ -349,7 +349,8 @@ def test_compiling_without_a_compiler_is_one_line(monkeypatch, options):
 
     monkeypatch.setattr(torch, "compile", fail)
     line = refuse_in_one_line("train", **options, compile=True)
-    assert "compile=True: " in line and "No working C++ compiler found); install g++" in line
+    assert "compile=True: " in line and "No working C++ compiler found" in line
+    assert line.endswith("install g++ (for CUDA also gcc), or leave out --compile")
     assert not options["out_dir"].exists()
 
 

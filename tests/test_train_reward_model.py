@@ -224,7 +224,6 @@ def test_a_natural_model_that_does_not_fit_is_refused(
 REFUSED = """
 --natural_model_path None => `python train.py --init_from => --natural_model_path
 --max_epochs 1 => max_epochs is ignored with head=likelihood => Remove --max_epochs
---output_path reward.jsonl => must end in .pt => Choose another name
 """
 
 

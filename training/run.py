@@ -148,7 +148,7 @@ class Run:
             flag_signals() as signals,
             progress(total, "Training", "step", initial=self.step) as self.bar,
         ):
-            while not self.ranks.sum(len(signals)):
+            while not any(self.ranks.collect(len(signals))):
                 self.reason = stop() or ""
                 if not self.reason and self.step >= total:
                     self.reason = f"step limit: {total}"
