@@ -48,8 +48,7 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
     else float32.
     """
     if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
+        return getattr(torch, name)
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return torch.float32

@@ -35,23 +35,19 @@ SHOWN = (
 
 
 def progress(total: int, description: str, unit: str = "it", initial: int = 0) -> tqdm:
-    """Return a progress bar with rate and time left, on rank 0.
+    """Return a progress bar with rate and time left, on rank 0 and on a terminal.
 
-    It appears only if the work takes longer than one interval, and disappears at the end.
+    It appears only if the work takes longer than 0.1 s, and disappears at the end.
     """
-    interval = 0.1  # seconds between updates
-    if not sys.stderr.isatty():
-        interval = 30  # a log file gets few lines
     return tqdm(
         total=total,
         desc=description,
         unit=unit,
         initial=initial,
-        mininterval=interval,
-        delay=interval,
+        delay=0.1,
         leave=False,
         dynamic_ncols=True,
-        disable=not is_main_rank(),
+        disable=not is_main_rank() or not sys.stderr.isatty(),
     )
 
 
@@ -91,9 +87,10 @@ def check_finite(metrics: Mapping[str, Any]) -> None:
         try:
             json.dumps(value, allow_nan=False)
         except ValueError:
-            remedy = "lower the learning rate, or use an earlier checkpoint"
-            error = f"{name} is {value!s:.200}: the model has diverged; {remedy}"
-            raise UserError(f"ERROR: {error}") from None
+            raise UserError(
+                f"ERROR: {name} is {value!s:.200}: the model has diverged; lower the learning "
+                "rate, or use an earlier checkpoint"
+            ) from None
 
 
 class RunLog:

@@ -255,7 +255,7 @@ def read_config(path: str | None) -> dict[str, Section]:
     """
     if path is None:
         return {}
-    sections = _read_file(Path(path))
+    sections = _read_file(path)
     base = sections[""].pop("base", None)
     if base is None:
         return sections
@@ -265,7 +265,7 @@ def read_config(path: str | None) -> dict[str, Section]:
     return merged
 
 
-def _read_file(path: Path) -> dict[str, Section]:
+def _read_file(path: str | Path) -> dict[str, Section]:
     """Return the values of one settings file by section."""
     outside: Section = {}
     sections = {"": outside}
