@@ -257,10 +257,9 @@ def train(
     )
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
     schedule = make_schedule(settings)
-    stopping = optim.EarlyStopping(settings.patience, MIN_DELTA * corpus.characters_per_token)
-    best = optim.Best()
+    best = optim.Best(settings.patience, MIN_DELTA * corpus.characters_per_token)
     run.track(config=model.config, first_batch=first_batch, schedule=schedule)
-    run.track(model=model, optimizers=optimizers, scaler=scaler, stopping=stopping, best=best)
+    run.track(model=model, optimizers=optimizers, scaler=scaler, best=best)
     schedule.check_num_steps("max_iters", settings.max_iters)
     print0(f"Using device: {ranks.device} ({str(dtype).removeprefix('torch.')})")
     print0(f"Data: {corpus.describe()}")
@@ -278,7 +277,6 @@ def train(
             **losses,
         }
         loss = losses["select_loss"]
-        stopping.update(loss)
         best.update(loss, step, model.state_dict().items(), record)
         run.save(step)
         if best.at == step:
@@ -289,7 +287,7 @@ def train(
         evaluate(0)
     computed_model: Any = torch.compile(model) if settings.compile else model
     trained_model: Any = parallel(computed_model, ranks)
-    for step in run.steps(settings.max_iters, stopping.reason):
+    for step in run.steps(settings.max_iters, best.reason):
         start_time = time.perf_counter()
         optimizers.set_learning_rate_factor(schedule.factor(step))
         rng = random_stream(settings.seed, "train", first_batch + step)

@@ -28,7 +28,7 @@ from reward.heads import LastRewardModel, LikelihoodRewardModel, RewardModel, fe
 from reward.mixture import fit_mixture
 from reward_dataset_loader import RewardDataset, open_splits, rows_by_part
 from training import checkpoint
-from training.optimizers import Best, EarlyStopping, make_optimizers, take_step
+from training.optimizers import Best, make_optimizers, take_step
 
 WEIGHT_DECAY = 0.01  # of AdamW, for matrices
 GRAD_CLIP = 1.0  # largest gradient norm
@@ -185,8 +185,7 @@ def train_head(
     optimizers = make_optimizers(
         head, learning_rate=settings.learning_rate, weight_decay=WEIGHT_DECAY
     )
-    stopping = EarlyStopping(settings.patience, settings.min_delta)
-    best = Best()
+    best = Best(settings.patience, settings.min_delta)
     for epoch in range(1, settings.max_epochs + 1):
         order = random_stream(settings.seed, "order", epoch).permutation(num_samples)
         loss_sum = 0.0
@@ -206,8 +205,7 @@ def train_head(
         log.log(epoch, train_loss=loss_sum / num_samples, val_loss=val_loss, **skill)
         figures = {"epoch": epoch, "val_loss": val_loss}
         best.update(val_loss, epoch, head.named_parameters(), figures)
-        stopping.update(val_loss)
-        if stopping.reason():
+        if best.reason():
             break
     best.restore(head)
     return best.figures

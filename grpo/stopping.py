@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from training.optimizers import EarlyStopping, SavedAttributes
+from training.optimizers import SavedAttributes, num_without_improvement
 
 LARGEST_WINDOW = 10  # steps
 # A plateau: the objective has not risen by PLATEAU_MIN_DELTA in PLATEAU_WINDOWS windows of steps.
@@ -91,10 +91,10 @@ class Stops(SavedAttributes):
         last = self.rewards[-self.window :]
         if len(last) == self.window and np.mean(last) >= self.reward_threshold:
             return f"reward threshold: {np.mean(last):.3f} >= {self.reward_threshold}"
-        plateau = EarlyStopping(PLATEAU_WINDOWS, self.min_delta)
+        losses = []  # per complete window
         for end in range(self.window, len(self.objectives) + 1, self.window):
-            plateau.update(-float(np.mean(self.objectives[end - self.window : end])))
-        if plateau.reason():
+            losses.append(-float(np.mean(self.objectives[end - self.window : end])))
+        if num_without_improvement(losses, self.min_delta) >= PLATEAU_WINDOWS:
             return f"plateau: the objective did not rise in {PLATEAU_WINDOWS * self.window} steps"
         return ""
 

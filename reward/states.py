@@ -13,7 +13,7 @@ from common.device import random_stream
 from common.log import counted
 from losses import MAX_LOG_RATIO
 from reward.posterior import crossover_loss
-from training.optimizers import Best, EarlyStopping, make_optimizers, take_step
+from training.optimizers import Best, make_optimizers, take_step
 
 HIDDEN = 256  # width of the hidden layer
 LEARNING_RATE = 1e-3  # of AdamW, constant
@@ -97,8 +97,7 @@ def train_state_head(
     train, select: inputs (n, T, F) and labels (n, 2) [K/T, (T - K)/T].
     """
     optimizers = make_optimizers(head, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    stopping = EarlyStopping(PATIENCE)
-    best = Best()
+    best = Best(PATIENCE)
     head.zero_grad()  # an interrupted training may have left gradients
     for epoch in counted(range(1, MAX_EPOCHS + 1), MAX_EPOCHS, title):
         order = torch.from_numpy(random_stream(seed, "order", epoch).permutation(len(train[1])))
@@ -108,9 +107,8 @@ def train_state_head(
             take_step(head, optimizers, GRAD_CLIP)
         with torch.no_grad():
             value = crossover_loss(head(select[0]), select[1]).item()
-        stopping.update(value)
         best.update(value, epoch, head.named_parameters(), {"epoch": epoch, "val_loss": value})
-        if stopping.reason():
+        if best.reason():
             break
     best.restore(head)
     return best.figures

@@ -1,4 +1,4 @@
-"""training/optimizers.py: a step, Muon, early stopping, the best weights.
+"""training/optimizers.py: a step, Muon, the best weights, early stopping.
 
 pytest tests/test_training_optimizers.py
 """
@@ -135,24 +135,23 @@ def test_a_step_whose_gradients_overflow():
         optim.take_step(model, optimizers, 1.0)
 
 
-def waits(stopping: optim.EarlyStopping, *values: float) -> list[int]:
-    """Evaluations without an improvement, after each of the values."""
-    return [stopping.update(value) or stopping.num_without_improvement for value in values]
-
-
 def test_early_stopping_by_hand():
-    stopping = optim.EarlyStopping(patience=2, min_delta=0.001)
-    assert waits(stopping, 2.0, 1.999, 1.9985) == [0, 0, 1]  # 1.999: exactly min_delta less
-    assert not stopping.reason()
-    assert waits(stopping, 1.99, 1.9899, 2.5) == [0, 1, 2]
-    assert stopping.best == 1.99 and "no improvement of 0.001 in 2" in stopping.reason()
-    resumed = optim.EarlyStopping(patience=3, min_delta=0.001)  # with more patience, as a setting
-    resumed.load_state_dict(stopping.state_dict())
-    assert not resumed.reason() and waits(resumed, 1.9895) == [3] and resumed.reason()
-    # small steps add up
-    assert waits(optim.EarlyStopping(patience=3, min_delta=0.01), 1.0, 0.995, 0.99) == [0, 1, 0]
-    never = optim.EarlyStopping(None)
-    assert waits(never, 1.0, 1.0, 1.0) == [0, 1, 2] and not never.reason()
+    best = optim.Best(patience=2, min_delta=0.001)
+    counts = []
+    # 1.999 is exactly min_delta less; 1.9985 is not, but small steps add up
+    for value in (2.0, 1.999, 1.9985, 1.998, 1.9975, 2.5):
+        assert best.reason() == ""
+        best.update(value, 0, [], {})
+        counts.append(optim.num_without_improvement(best.values, 0.001))
+    assert counts == [0, 0, 1, 0, 1, 2]
+    assert "no improvement of 0.001 in 2" in best.reason()
+    resumed = optim.Best(patience=3, min_delta=0.001)  # with more patience, as a setting
+    resumed.load_state_dict(best.state_dict())
+    assert not resumed.reason()
+    resumed.update(1.9974, 0, [], {})
+    assert resumed.reason()
+    resumed.patience = None
+    assert not resumed.reason()
 
 
 def test_the_best_weights_come_back():

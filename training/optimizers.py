@@ -1,4 +1,4 @@
-"""Optimizers, learning-rate schedules, the optimizer step, early stopping and the best weights.
+"""Optimizers, learning-rate schedules, the optimizer step, the best weights and early stopping.
 
     python -c "from training.optimizers import Schedule; print(Schedule('cosine', 9, 2).factor(5))"
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from common.process import UserError
+from common.process import require
 
 # Share of the steps over which the learning rate falls linearly to 0, by schedule
 COOLDOWN = {"cooldown": 0.6, "linear": 1.0}
@@ -194,11 +194,11 @@ class Schedule(SavedAttributes):
     def check_num_steps(self, option: str, num_steps: int) -> None:
         """Raise UserError if an option asks for steps whose learning rate would be 0."""
         ends_at_zero = self.shape in COOLDOWN or self.factor(num_steps) == 0
-        if num_steps > self.num_steps and ends_at_zero:
-            raise UserError(
-                f"ERROR: {option}={num_steps}: the learning rate of lr_schedule={self.shape} is 0 "
-                f"from step {self.num_steps} on; use --{option} {self.num_steps}, or retrain"
-            )
+        require(
+            num_steps <= self.num_steps or not ends_at_zero,
+            f"{option}={num_steps}: the learning rate of lr_schedule={self.shape} is 0 from step "
+            f"{self.num_steps} on; use --{option} {self.num_steps}, or retrain",
+        )
 
 
 def take_step(
@@ -220,10 +220,10 @@ def take_step(
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     is_finite = bool(norm.isfinite())
-    if not is_finite and not scaler.is_enabled():
-        raise UserError(
-            "ERROR: the gradient is not finite: lower the learning rate, or use float32 or bfloat16"
-        )
+    require(
+        is_finite or scaler.is_enabled(),
+        "the gradient is not finite: lower the learning rate, or use float32 or bfloat16",
+    )
     if is_finite and grad_clip > 0:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, norm)
     for optimizer in optimizers.optimizers:
@@ -233,41 +233,29 @@ def take_step(
     return float(norm) if is_finite else None
 
 
-class EarlyStopping(SavedAttributes):
-    """Stops after `patience` evaluations in which a value has not fallen by `min_delta`.
-
-    With a patience of None it never stops.
-    """
-
-    saved = ("best", "num_without_improvement")
-
-    def __init__(self, patience: int | None, min_delta: float = 0.0) -> None:
-        self.patience = patience
-        self.min_delta = min_delta
-        self.best = math.inf
-        self.num_without_improvement = 0
-
-    def update(self, value: float) -> None:
-        """Add the value of an evaluation."""
-        self.num_without_improvement += 1
+def num_without_improvement(values: Iterable[float], min_delta: float) -> int:
+    """Return how many values follow the last one that was lower by `min_delta` than all before."""
+    lowest = math.inf
+    count = 0
+    for value in values:
+        count += 1
         # Tolerance for float rounding: 2.0 - 1.999 is slightly less than 0.001.
-        if value < self.best and self.best - value >= self.min_delta * (1 - 1e-9):
-            self.best = value
-            self.num_without_improvement = 0
-
-    def reason(self) -> str:
-        """Return the reason to stop, or "" to continue."""
-        if self.patience is None or self.num_without_improvement < self.patience:
-            return ""
-        return f"patience: no improvement of {self.min_delta:.2g} in {self.patience} evaluations"
+        if value < lowest and lowest - value >= min_delta * (1 - 1e-9):
+            lowest = value
+            count = 0
+    return count
 
 
 class Best(SavedAttributes):
     """Keeps the weights with the lowest value, and their figures; ties keep the earlier ones."""
 
-    saved = ("value", "at", "figures", "weights")
+    saved = ("values", "value", "at", "figures", "weights")
 
-    def __init__(self) -> None:
+    def __init__(self, patience: int | None = None, min_delta: float = 0.0) -> None:
+        """patience: `reason` asks to stop after so many values without a fall by `min_delta`."""
+        self.patience = patience
+        self.min_delta = min_delta
+        self.values: list[float] = []  # of all evaluations
         self.value = math.inf
         self.at = 0  # step or epoch
         self.figures: dict[str, Any] = {}
@@ -276,20 +264,22 @@ class Best(SavedAttributes):
     def update(
         self, value: float, at: int, weights: Iterable[tuple[str, Tensor]], figures: dict[str, Any]
     ) -> None:
-        """Copy the weights of step or epoch `at` if their value is the lowest so far."""
+        """Add an evaluation; copy the weights of step or epoch `at` if its value is the lowest."""
+        self.values.append(value)
         if value < self.value:
-            self.value = float(value)
+            self.value = value
             self.at = at
             self.figures = figures
             self.weights = {name: tensor.detach().clone() for name, tensor in weights}
 
+    def reason(self) -> str:
+        """Return the reason to stop, or "" to continue."""
+        count = num_without_improvement(self.values, self.min_delta)
+        if self.patience is None or count < self.patience:
+            return ""
+        return f"patience: no improvement of {self.min_delta:.2g} in {self.patience} evaluations"
+
     def restore(self, model: Module) -> None:
         """Load the kept weights into a model, whose other weights stay as they are."""
-        state = model.state_dict()
-        fits = all(state[name].shape == weight.shape for name, weight in self.weights.items())
-        if not self.weights or not fits:
-            raise UserError(
-                "ERROR: the saved state has no best weights of this model: "
-                "delete it and start from scratch"
-            )
+        require(bool(self.weights), "no evaluation had a finite value: lower the learning rate")
         model.load_state_dict(self.weights, strict=False)
