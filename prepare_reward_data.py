@@ -178,7 +178,7 @@ def generate_completion(
 
     Raise UserError for an empty context, an unknown id, or a target_length of 0.
     """
-    idx = torch.from_numpy(np.asarray(context[:target_length], dtype=np.int64))[None].to(device)
+    idx = torch.tensor(context[:target_length], dtype=torch.int64, device=device)[None]
     generator = torch.Generator().manual_seed(seed)
     ids = generate(model, idx, target_length - idx.size(1), Sampling(temperature, top_k), generator)
     return ids[0].cpu().numpy().astype(np.uint16)
@@ -249,8 +249,11 @@ def run(config: RewardDataConfig) -> dict[str, Any]:
     with atomic_folder(output.resolve()) as folder:
         for split, (x, y) in samples.items():
             save_reward_dataset(x, y, folder, split, info, **entries)
-            print0(f"Saved {split} data:\n  X: {output}/{split}_x.bin ({len(x)}, {N})")
-            print0(f"  Y: {output}/{split}_y.bin ({len(x)}, 2)")
+            print0(
+                f"Saved {split} data:\n"
+                f"  X: {output}/{split}_x.bin ({len(x)}, {N})\n"
+                f"  Y: {output}/{split}_y.bin ({len(x)}, 2)"
+            )
     print0("\n=== Dataset Creation Complete ===")
     for split, title in TITLES.items():
         print0(f"{title} samples: {len(samples[split][0]):,}")

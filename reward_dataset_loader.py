@@ -94,9 +94,7 @@ class RewardDataset(Dataset):
         return self.num_samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x = torch.from_numpy(self.x[index].astype(np.int64))
-        y = torch.from_numpy(self.y[index].astype(np.float32))
-        return x, y
+        return torch.tensor(self.x[index], dtype=torch.int64), torch.tensor(self.y[index])
 
     def get_tokenization_info(self) -> TokenizationInfo:
         """Return the tokenization that the dataset was made with."""

@@ -199,9 +199,7 @@ def train_head(
             scores = model.score(select_states)
             val_loss = model.loss(scores, select_labels).item()
         prediction = model.share(scores)
-        skill: dict[str, Any] = skill_figures(
-            prediction, select_labels[:, 0], model.config.block_size
-        )
+        skill = skill_figures(prediction, select_labels[:, 0], model.config.block_size)
         log.log(epoch, train_loss=loss_sum / num_samples, val_loss=val_loss, **skill)
         figures = {"epoch": epoch, "val_loss": val_loss}
         best.update(val_loss, epoch, head.named_parameters(), figures)

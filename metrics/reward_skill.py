@@ -58,11 +58,10 @@ def r_squared(prediction: Tensor, target: Tensor) -> float | None:
     return float(1 - (prediction - target).square().sum() / (target - target.mean()).square().sum())
 
 
-def skill_figures(prediction: Tensor, target: Tensor, num_tokens: int) -> dict[str, float | None]:
+def skill_figures(prediction: Tensor, target: Tensor, num_tokens: int) -> dict[str, Any]:
     """Return R2 (None if undefined), and MAE as a share and in tokens."""
-    share, truth = float64_pair(prediction, target)
-    mae = float((share - truth).abs().mean())
-    return {"r2": r_squared(share, truth), "mae": mae, "mae_tokens": mae * num_tokens}
+    mae = float((float64(prediction) - float64(target)).abs().mean())
+    return {"r2": r_squared(prediction, target), "mae": mae, "mae_tokens": mae * num_tokens}
 
 
 def measure_skill(

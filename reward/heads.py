@@ -165,7 +165,7 @@ def features_of(model: RewardModel, rows: np.ndarray) -> Tensor:
     features = []
     with autocast(device):
         for batch in counted(batches, num_batches, "Reading reward data"):
-            idx = torch.from_numpy(batch.astype(np.int64)).to(device)
+            idx = torch.tensor(batch, dtype=torch.int64, device=device)
             features.append(model.features(idx).float())
     return torch.cat(features)
 
