@@ -6,7 +6,6 @@ Token files hold little-endian uint16 numbers and nothing else. B: sequences of 
 length.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -105,7 +104,7 @@ class Corpus:
 
     def describe(self) -> str:
         """Return a one-line description: the folder, the tokenization and the split sizes."""
-        tokenization = self.tokenizer.info().describe()
+        tokenization = self.tokenizer.describe()
         return f"{self.folder} ({tokenization}), {len(self.train):,} + {len(self.val):,} tokens"
 
 
@@ -187,53 +186,38 @@ def get_batch(
     Every rank draws the offsets of the whole batch and reads its `share` of them.
     """
     offsets = rng.integers(len(tokens) - block_size, size=batch_size)[share]
-    return _inputs_and_targets(text_rows(tokens, offsets, block_size + 1), device)
+    return read_windows(tokens, offsets, block_size, device)
 
 
-class WholeSplitBatches:
-    """Batches (inputs, targets), int64 (B, T) each; every token except the first is a target once.
+def split_windows(
+    num_tokens: int, block_size: int, batch_size: int, most: int | None = None
+) -> list[np.ndarray]:
+    """Return the starts (B,) of the windows in each batch of a split, for `read_windows`.
 
-    The windows do not overlap, and a shorter last one is a batch of its own. A split of more than
-    `most` targets is reduced to most // block_size whole windows (at least one), evenly spaced and
-    always the same.
+    Every token except the first is a target once. The windows do not overlap, and a shorter last
+    one is a batch of its own. A split of more than `most` targets is reduced to most // block_size
+    whole windows (at least one), evenly spaced and always the same.
     """
-
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        block_size: int,
-        batch_size: int,
-        device: torch.device | str = "cpu",
-        most: int | None = None,
-    ) -> None:
-        num_targets = len(tokens) - 1
-        self.tokens = tokens
-        self.device = device
-        num_windows, num_left = divmod(num_targets, block_size)
-        windows = np.arange(num_windows)
-        if most is not None and num_targets > most and num_windows > 0:
-            count = max(1, most // block_size)
-            windows = evenly_spaced(np.arange(count), num_windows, count)
-            num_left = 0
-        starts = windows * block_size
-        # the starts of each batch's windows, and their length
-        self.batches = [
-            (starts[first : first + batch_size], block_size)
-            for first in range(0, len(starts), batch_size)
-        ]
-        if num_left > 0:
-            self.batches.append((np.array([num_targets - num_left]), num_left))
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for starts, length in self.batches:
-            yield _inputs_and_targets(text_rows(self.tokens, starts, length + 1), self.device)
+    num_targets = num_tokens - 1
+    num_whole = num_targets // block_size
+    starts = np.arange(0, num_targets, block_size)
+    if most is not None and num_targets > most and num_whole > 0:
+        count = max(1, most // block_size)
+        starts = starts[evenly_spaced(np.arange(count), num_whole, count)]
+    batches = np.split(starts, [*range(batch_size, num_whole, batch_size), num_whole])
+    return [batch for batch in batches if len(batch) > 0]
 
 
-def _inputs_and_targets(windows: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    pair = torch.stack((windows[:, :-1], windows[:, 1:]))  # (2, B, T): one transfer to the device
+def read_windows(
+    tokens: np.ndarray, starts: np.ndarray, block_size: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Return (inputs, targets), int64 (B, T) each, of the windows at `starts` (B,).
+
+    T is block_size, or less if the text (n,) ends before.
+    """
+    length = min(block_size, len(tokens) - 1 - starts.max())
+    rows = text_rows(tokens, starts, length + 1)
+    pair = torch.stack((rows[:, :-1], rows[:, 1:]))  # (2, B, T): one transfer to the device
     if torch.device(device).type == "cuda":
         pair = pair.pin_memory()
     inputs, targets = pair.to(device, non_blocking=True)

@@ -6,7 +6,6 @@ This module keeps no state. Shapes: B sequences of T tokens, V token ids. Formul
 float32, or in float64 if their input has that dtype.
 """
 
-import itertools
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor
 from common.device import evaluating
 from common.distributed import ONE_RANK, Ranks
 from common.log import counted
-from data_loader import WholeSplitBatches
+from data_loader import read_windows, split_windows
 
 # Bound of log-ratios between two models' probabilities, so that no single token decides.
 MAX_LOG_RATIO = 10.0
@@ -83,13 +82,13 @@ def text_losses(
     reads a share, and all return the losses of the whole text.
     """
     num_rows = min(max_rows, model.rows_at_a_time())
-    batches = WholeSplitBatches(
-        tokens, model.config.block_size, num_rows, next(model.parameters()).device, max_tokens
-    )
-    share = ranks.share(len(batches))
-    own_batches = itertools.islice(batches, share.start, share.stop)
-    shown_batches = counted(own_batches, share.stop - share.start, "Evaluating")
-    return torch.cat(ranks.collect(token_losses(model, shown_batches, temperatures)), 1)
+    block_size = model.config.block_size
+    device = next(model.parameters()).device
+    windows = split_windows(len(tokens), block_size, num_rows, max_tokens)
+    own_windows = windows[ranks.share(len(windows))]
+    shown_windows = counted(own_windows, len(own_windows), "Evaluating")
+    batches = (read_windows(tokens, starts, block_size, device) for starts in shown_windows)
+    return torch.cat(ranks.collect(token_losses(model, batches, temperatures)), 1)
 
 
 def perplexity(loss: float) -> float:

@@ -245,10 +245,9 @@ def run(config: RewardDataConfig) -> dict[str, Any]:
     # files
     print0(f"\n=== Saving to {output} ===")
     entries = {"model_sha256": hash_model(model_path), **data, **sampling, "model_path": model_path}
-    info = tokenizer.info()
     with atomic_folder(output.resolve()) as folder:
         for split, (x, y) in samples.items():
-            save_reward_dataset(x, y, folder, split, info, **entries)
+            save_reward_dataset(x, y, folder, split, tokenizer, **entries)
             print0(
                 f"Saved {split} data:\n"
                 f"  X: {output}/{split}_x.bin ({len(x)}, {N})\n"
@@ -257,7 +256,7 @@ def run(config: RewardDataConfig) -> dict[str, Any]:
     print0("\n=== Dataset Creation Complete ===")
     for split, title in TITLES.items():
         print0(f"{title} samples: {len(samples[split][0]):,}")
-    print0(f"Block size: {N}\nOutput directory: {output}\nTokenization: {info.describe()}")
+    print0(f"Block size: {N}\nOutput directory: {output}\nTokenization: {tokenizer.describe()}")
     return {}
 
 

@@ -13,7 +13,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,22 +58,23 @@ class _PlainUnpickler(pickle._Unpickler):
     dispatch: ClassVar = {code: pickle._Unpickler.dispatch[code] for code in _codes}
 
 
-def load_vocabulary(path: Path, method: str) -> dict[str, Any]:
-    """Return the tokenizer record in a meta.pkl (char) or a tokenizer.json (tokenizer).
+def load_meta(path: Path) -> dict[str, Any]:
+    """Return the tokenizer record in a meta.pkl; with only a vocab_size, a record of `ids`.
 
-    A meta.pkl with only a vocab_size gives a record of `ids`. A damaged file can raise anything.
+    A damaged file can raise anything.
     """
-    record: dict[str, Any] = {"method": method, "meta_path": str(path)}
-    if method == "tokenizer":
-        return {**record, "tokenizer_json": path.read_text(encoding="utf-8")}
     meta = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
-    tokens = range(meta["vocab_size"])
+    vocab_size = meta["vocab_size"]
     if "stoi" not in meta and "itos" not in meta:  # nanoGPT's train.py needs no more
-        return {**record, "method": "ids", "vocab_size": len(tokens)}
-    chars = "".join(meta["itos"][token] for token in tokens)
-    ids = {char: token for token, char in enumerate(chars)}
-    require(meta["stoi"] == ids and len(ids) == len(tokens), "vocab_size, stoi and itos disagree")
-    return {**record, "chars": chars}
+        return {"method": "ids", "vocab_size": vocab_size}
+    chars = "".join(meta["itos"][token] for token in range(vocab_size))
+    ids = _ids_of(chars)
+    require(meta["stoi"] == ids and len(ids) == vocab_size, "vocab_size, stoi and itos disagree")
+    return {"method": "char", "chars": chars}
+
+
+def _ids_of(chars: Iterable[str]) -> dict[str, int]:
+    return {char: token for token, char in enumerate(chars)}
 
 
 def save_meta(path: str | Path, chars: Sequence[str]) -> None:
@@ -81,7 +82,7 @@ def save_meta(path: str | Path, chars: Sequence[str]) -> None:
     meta = {
         "vocab_size": len(chars),
         "itos": dict(enumerate(chars)),
-        "stoi": {char: token for token, char in enumerate(chars)},
+        "stoi": _ids_of(chars),
     }
     with atomic_path(path) as partial:
         partial.write_bytes(pickle.dumps(meta))
@@ -161,8 +162,8 @@ class TokenizationInfo:
             )
 
 
-class TokenizationManager:
-    """A tokenizer with `encode`, `decode`, `vocab_size`, `method` and its file `meta_path`.
+class TokenizationManager(TokenizationInfo):
+    """A tokenizer: `encode` and `decode`, beside its description.
 
     The method `auto` is that of the file at meta_path, else of the folder of `data_path`. With the
     method `ids` (a meta.pkl with only a vocab_size) the text of a token is its number and a space.
@@ -176,7 +177,7 @@ class TokenizationManager:
     ) -> None:
         folder = Path(data_path or "")
         require(folder.exists(), f"Data path not found: {data_path}")
-        if not folder.is_dir():
+        if folder.is_file():
             folder = folder.parent
         if method == "auto":
             method = "bpe"
@@ -194,7 +195,11 @@ class TokenizationManager:
                 "with --meta_path, or use --tokenization bpe"
             )
         with reading(path, "nothing was executed; use another file", MetaFileError):
-            self._set(load_vocabulary(path, method))
+            if method == "tokenizer":
+                record = {"method": method, "tokenizer_json": path.read_text(encoding="utf-8")}
+            else:
+                record = load_meta(path)
+            self._set({**record, "meta_path": str(path)})
 
     @classmethod
     def from_text(cls, text: str) -> "TokenizationManager":
@@ -231,26 +236,25 @@ class TokenizationManager:
         return manager
 
     def _set(self, record: Mapping[str, Any]) -> None:
-        self.method = record.get("method", "")
-        self.meta_path = record.get("meta_path")
+        method = record.get("method", "")
+        vocab_size = record.get("vocab_size", 0)
         self.chars: str | None = None
         self.tokenizer_json: str | None = None
-        self.vocab_size = record.get("vocab_size", 0)
-        if self.method == "bpe":
-            self.vocab_size = BPE_VOCAB_SIZE
-        elif self.method == "char":
+        if method == "bpe":
+            vocab_size = BPE_VOCAB_SIZE
+        elif method == "char":
             self.chars = record["chars"]
-            self.vocab_size = len(self.chars)
-            self._ids = {char: token for token, char in enumerate(self.chars)}
-        elif self.method == "tokenizer":
+            self._ids = _ids_of(record["chars"])
+            vocab_size = len(record["chars"])
+        elif method == "tokenizer":
             import tokenizers  # here, because most corpora do not need it
 
             self.tokenizer_json = record["tokenizer_json"]
             self._library = tokenizers.Tokenizer.from_str(self.tokenizer_json)
             self._library.no_truncation()
             self._library.no_padding()
-            self.vocab_size = max(self._library.get_vocab().values()) + 1
-        self.info()  # check method and vocab_size
+            vocab_size = max(self._library.get_vocab().values()) + 1
+        super().__init__(method, vocab_size, record.get("meta_path"))
 
     def to_tokenizer_json(self) -> str:
         """Return the text of a tokenizer.json with the same encoding, for transformers."""
@@ -285,18 +289,14 @@ class TokenizationManager:
         if self.method == "tokenizer":
             vocabulary = self._library.to_str()
         sha256 = hash_bytes(ascii(vocabulary).encode())
-        return f"{self.info().describe()} with ids {sha256:.8}"
-
-    def info(self) -> TokenizationInfo:
-        """Return the method, vocabulary size and meta path, in the form stored with a dataset."""
-        return TokenizationInfo(self.method, self.vocab_size, self.meta_path)
+        return f"{self.describe()} with ids {sha256:.8}"
 
     def to_record(self) -> dict[str, Any]:
         """Return plain values from which `from_record` rebuilds this tokenizer without a file."""
-        names = ["method", "vocab_size", "meta_path", "chars"]
+        record = {**asdict(self), "chars": self.chars}
         if self.tokenizer_json is not None:
-            names.append("tokenizer_json")
-        return {name: getattr(self, name) for name in names}
+            record["tokenizer_json"] = self.tokenizer_json
+        return record
 
     def encode(self, text: str) -> np.ndarray:
         """Return the tokens of a text, (num_tokens,) uint16. Unknown characters are a UserError.

@@ -98,10 +98,13 @@ def scan_text(path: Path) -> Text:
 
 
 def joined_pieces(texts: Sequence[Text]) -> Iterator[str]:
-    """Yield the joined text in pieces. A newline follows a text, except the last, without one."""
+    """Yield the joined text in pieces. A newline follows each text that does not end with one.
+
+    That of the last text is not counted as a part of the joined text.
+    """
     for text in texts:
         yield from read_pieces(text.path)
-        if not text.ends_line and text is not texts[-1]:
+        if not text.ends_line:
             yield "\n"
 
 
@@ -214,11 +217,11 @@ def prepare_texts(
     tokenizer: TokenizationManager,
     segments: Segments,
     block_size: int = 1,
-) -> None:
+) -> int:
     """Encode texts into the token files of a folder, replace an earlier corpus, print sizes.
 
-    Raise UserError, and write nothing, for texts that cannot be encoded or are too short for a
-    block.
+    Return the number of tokens. Raise UserError, and write nothing, for texts that cannot be
+    encoded or are too short for a block.
     """
     folder = Path(folder).absolute()
     require(
@@ -227,16 +230,19 @@ def prepare_texts(
     )
     print(f"length of dataset in characters: {sum(size for _, size in segments):,}")
     print(f"vocab size: {tokenizer.vocab_size:,}")
-    counts = {name: 0 for name, _ in segments if name}
     files: dict[str, BinaryIO] = {}
+    total = 0
     with ExitStack() as stack:
-        for name in counts:
-            path = stack.enter_context(atomic_path(folder / f"{name}.bin"))
-            files[name] = stack.enter_context(open(path, "wb"))
+        for name in dict(segments):
+            if name:
+                path = stack.enter_context(atomic_path(folder / f"{name}.bin"))
+                files[name] = stack.enter_context(open(path, "wb"))
         for name, tokens in encode_segments(texts, segments, tokenizer):
-            tokens.tofile(files[name])
-            counts[name] += len(tokens)
-        for name, count in counts.items():
+            files[name].write(tokens.data)
+        for name, file in files.items():
+            count = file.tell() // 2
+            total += count
+            print(f"{name} has {count:,} tokens")
             require(
                 count > block_size,
                 f"the text is too short: {name} has {count:,} tokens, and a block of "
@@ -248,8 +254,7 @@ def prepare_texts(
         # The vocabulary is there before the token files get their names: without it, they would be
         # read as GPT-2's tokens.
         tokenizer.save(folder)
-    for name, count in counts.items():
-        print(f"{name} has {count:,} tokens")
+    return total
 
 
 def titles_of(texts: Sequence[Text], folder: str) -> list[str]:

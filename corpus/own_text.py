@@ -43,7 +43,6 @@ DEFAULT_TOKENS = 80_000
 SHORT_TEXT = 50_000  # tokens
 BLOCK_SIZE = 80
 SHORT_BLOCK_SIZE = 48
-MIN_BLOCK = 16  # a prompt of an evaluated text is an eighth of a block
 
 
 def make_corpora(
@@ -73,24 +72,23 @@ def make_corpora(
             "text is too short for a verdict"
         )
     tenth = size // 10
-    segments = [("train", size - 2 * tenth), ("val", tenth), ("test", tenth)]
+    num_training = size - 2 * tenth
     texts = [*natural, *own]
     num_natural = count_characters(texts) - size
     if tokenizer is None:
         method, vocab_size = choose_tokenization(size, characters_of(texts))
         print(f"tokens: {method}, {vocab_size} ids")
-        training = [("train", num_natural + size - 2 * tenth)]
+        training = [("train", num_natural + num_training)]
         tokenizer = make_tokenizer(method, texts, training, vocab_size)
     folder = out / "corpus"
     natural_folder = folder
-    prepare_texts(own, folder, tokenizer, segments)
+    segments = [("train", num_training), ("val", tenth), ("test", tenth)]
+    num_tokens = prepare_texts(own, folder, tokenizer, segments)
     if natural:
         natural_folder = out / "natural_corpus"
-        # All texts, so that a newline follows the last natural one. The own ones are not read.
-        prepare_texts(texts, natural_folder, tokenizer, [("train", num_natural)])
+        prepare_texts(natural, natural_folder, tokenizer, [("train", num_natural)])
         for name in ("val.bin", "test.bin"):
             shutil.copyfile(folder / name, natural_folder / name)
-    num_tokens = sum((folder / f"{name}.bin").stat().st_size // 2 for name, _ in segments)
     require(
         num_tokens >= MIN_TOKENS,
         f"--text has {num_tokens:,} tokens, but at least {MIN_TOKENS:,} are needed: add text",
@@ -120,7 +118,7 @@ def sizes_for(
 
     has_natural: whether the natural model has read other texts. If not, it is larger than the
     generator and learns longer, to know more of the same text. longest: the block size of an
-    existing natural model, which is not trained then; raise UserError if it is below MIN_BLOCK.
+    existing natural model, which is not trained then.
     """
     block_size = BLOCK_SIZE
     if num_tokens < SHORT_TEXT:
@@ -131,11 +129,6 @@ def sizes_for(
     if not has_natural:
         max_iters["control_plain"] = 6000
     if longest is not None:
-        require(
-            longest >= MIN_BLOCK,
-            f"natural_model has a block_size of {longest}, but at least {MIN_BLOCK} is needed: "
-            "use another one, or --natural_text",
-        )
         block_size = min(block_size, longest)
         del max_iters["natural_model"]
     sizes: dict[str, dict[str, Any]] = {}

@@ -97,8 +97,6 @@ def test_sizes_follow_the_length():
     assert "train_grpo" not in short and long["train_grpo"] == {"prompts_per_step": 24}
     given = sizes_for(80_000, 320, True, longest=70)
     assert "natural_model" not in given and given["train"]["block_size"] == 70
-    with pytest.raises(UserError, match="block_size of 8, but at least 16 is needed"):
-        sizes_for(80_000, 320, True, longest=8)
 
 
 def test_settings_of_stages(capsys):

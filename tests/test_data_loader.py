@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from data_loader import (
     BinaryFileError,
-    WholeSplitBatches,
     get_batch,
     open_token_file,
+    read_windows,
+    split_windows,
     validation_part,
     validation_parts,
 )
@@ -72,13 +73,18 @@ def test_a_batch_of_the_fewest_tokens():
     assert y.tolist() == [[8, 9]] * 3
 
 
+def whole_split(tokens, block_size, batch_size, most=None):
+    """Return the batches (inputs, targets) of a split."""
+    batches = split_windows(len(tokens), block_size, batch_size, most)
+    return [read_windows(tokens, starts, block_size) for starts in batches]
+
+
 @given(st.integers(2, 200), st.integers(1, 30), st.integers(1, 9))
 def test_whole_split_batches_predict_every_token_but_the_first_once(
     num_tokens, block_size, batch_size
 ):
     tokens = uint16(np.arange(num_tokens))
-    pairs = list(WholeSplitBatches(tokens, block_size, batch_size))
-    assert len(pairs) == len(WholeSplitBatches(tokens, block_size, batch_size))
+    pairs = whole_split(tokens, block_size, batch_size)
     assert torch.cat([y.flatten() for _, y in pairs]).tolist() == list(range(1, num_tokens))
     assert torch.cat([x.flatten() for x, _ in pairs]).tolist() == list(range(num_tokens - 1))
     assert all(x.shape == y.shape and x.shape[0] <= batch_size for x, y in pairs)
@@ -89,9 +95,8 @@ def test_a_subset_of_a_split_is_fixed_evenly_spaced_and_whole_where_it_fits(
     num_tokens, block_size, batch_size, most
 ):
     tokens = uint16(np.arange(num_tokens))
-    batches = WholeSplitBatches(tokens, block_size, batch_size, most=most)
-    pairs, whole = list(batches), list(WholeSplitBatches(tokens, block_size, batch_size))
-    assert len(pairs) == len(batches)
+    pairs = whole_split(tokens, block_size, batch_size, most)
+    whole = whole_split(tokens, block_size, batch_size)
     if num_tokens - 1 <= max(most, block_size - 1):  # the same batches
         assert [x.tolist() for x, _ in pairs] == [x.tolist() for x, _ in whole]
         return
@@ -125,7 +130,7 @@ def windows(tokens, block_size) -> list[list[int]]:
     """Return the inputs of a whole split, row by row."""
     if len(tokens) < 2:
         return []
-    return [row for x, _ in WholeSplitBatches(tokens, block_size, 3) for row in x.tolist()]
+    return [row for x, _ in whole_split(tokens, block_size, 3) for row in x.tolist()]
 
 
 @given(st.integers(2, 400), st.integers(1, 16))

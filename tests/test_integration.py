@@ -11,19 +11,20 @@ import torch
 from helpers import TINY_GRPO, make_checkpoint, refuse_in_one_line, succeed
 
 from reward_dataset_loader import RewardDataset
-from tokenization_manager import TokenizationManager
+from tokenization_manager import TokenizationInfo, TokenizationManager
 from training.checkpoint import load_checkpoint
 
 
 def test_every_component_names_the_same_tokenization(corpus, generator, reward_data, reward_model):
-    info = TokenizationManager(data_path=corpus).info()
+    tokenizer = TokenizationManager(data_path=corpus)
+    info = TokenizationInfo(tokenizer.method, tokenizer.vocab_size, tokenizer.meta_path)
     assert info.method == "char"
     for split in ("train", "val"):
         assert RewardDataset(reward_data, split).get_tokenization_info() == info
     for path in (generator, reward_model):
         checkpoint = load_checkpoint(path)
         recorded = TokenizationManager.from_record(checkpoint["tokenization"])
-        assert recorded.info() == info
+        assert recorded == tokenizer
         assert checkpoint["config"].vocab_size == info.vocab_size
 
 

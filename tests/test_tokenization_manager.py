@@ -234,7 +234,7 @@ def test_no_bytes_give_anything_but_a_meta_file_error(data):
 def test_a_meta_file_with_only_a_size_is_of_ids(tmp_path):
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 90}))
     manager = TokenizationManager(data_path=tmp_path)
-    assert manager.info().describe() == "ids (vocab_size=90)"
+    assert manager.describe() == "ids (vocab_size=90)"
     assert manager.from_record(manager.to_record()).to_record() == manager.to_record()
     assert manager.encode("17 4").tolist() == [17, 4] and manager.decode([17, 4]) == "17 4 "
     with pytest.raises(UserError, match="token 90 is outside the vocabulary: 0 to 89"):

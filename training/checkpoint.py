@@ -212,7 +212,7 @@ def check_tokenizer(contents: Record, tokenizer: TokenizationManager) -> None:
     """Raise UserError if a checkpoint's model reads tokens that differ from the tokenizer's."""
     expected = {**contents, "tokenization": tokenizer.to_record()}
     check_fit(expected, contents, "the data", "the model")
-    tokens = tokenizer.info().describe()
+    tokens = tokenizer.describe()
     num_tokens = contents["config"].num_real_tokens
     require(
         tokenizer.vocab_size <= num_tokens,
