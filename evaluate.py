@@ -23,6 +23,7 @@ from common.files import read_text, write_json
 from common.log import format_metrics, print0
 from common.process import require, run_main, warn
 from common.settings import Errors, Settings, parse_settings, setting
+from cycles.text_page import open_page, present_text, read_tokens
 from data_loader import Corpus, open_corpus, open_token_file, validation_part
 from generation.completions import Completer
 from generation.prompts import draw_prompts, spread_prompts
@@ -32,7 +33,6 @@ from metrics.bootstrap import better_than_constant, block_means, bootstrap_block
 from metrics.calibration import fit_temperature
 from metrics.text_quality import TextQuality
 from model import GPT
-from reports.text_page import open_page, present_text, read_tokens
 from reward.heads import build_reward_model
 from reward.scorer import RewardScorer, load_scorer
 from reward.user_function import RESERVED_ENDINGS

@@ -38,12 +38,12 @@ from common.settings import (
 from corpus.encode import Text, find_texts, prepare_corpus, titles_of
 from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
 from cycles.ledger import Ledger, Record
+from cycles.page import write_page
 from cycles.plan import Stage, corpora, make_plan
+from cycles.results import Results
+from cycles.summary import expectation, headline
 from evaluate import EvaluateSettings
 from metrics.bootstrap import better_than_constant
-from reports.page import write_page
-from reports.results import Results
-from reports.summary import expectation, headline
 from reward.user_function import execute_file, load_functions
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager

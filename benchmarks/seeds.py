@@ -25,7 +25,7 @@ from common.files import write_json
 from common.process import run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from cycles.ledger import Ledger
-from reports.results import measured
+from cycles.results import measured
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS = (

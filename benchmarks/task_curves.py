@@ -22,8 +22,8 @@ from benchmarks.task_rewards import TASKS
 from common.files import read_json
 from common.log import print0
 from common.process import run_main
-from reports.pictures import COLOURS, GREY, STYLE
-from reports.results import BETTER, NO_DIFFERENCE, WORSE
+from cycles.pictures import COLOURS, GREY, STYLE
+from cycles.results import BETTER, NO_DIFFERENCE, WORSE
 
 Record = dict[str, Any]  # of a model; benchmarks/tasks.py has its figures
 LABELS = {"alone": "task + {:g} KL", "crossover": "crossover + {:g} task"}  # of the families

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.files import write_text
 from common.process import UserError, run_main
 from cycles.ledger import Ledger
-from reports.results import Results
+from cycles.results import Results
 
 ROOT = Path(__file__).resolve().parents[1]
 # Sizes in pixels; ADVANCE is the width of a letter of 19 px.

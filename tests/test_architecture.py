@@ -31,17 +31,17 @@ from helpers import settings_of
 
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
-    "nodes of the product": 46_050,
-    "nodes of tests": 43_664,
+    "nodes of the product": 40_171,
+    "nodes of tests": 42_155,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
-    "nodes per line": 6.9,
-    "tuple assignments per 100 lines": 0.8,
+    "nodes per line": 5.8,
+    "tuple assignments per 100 lines": 0.1,
     "dict merges per 100 lines": 0.4,
     "walruses per 100 lines": 0.2,
     "conditional expressions per 100 lines": 2.0,
     "files at the root": 14,
-    "folders": 10,
+    "folders": 9,
     "options of train": 36,
     "options of train_grpo": 26,
     "options of train_reward_model": 14,
@@ -62,14 +62,14 @@ MODEL = "common data_loader generation losses model tokenization_manager trainin
 LOADS = {
     "run_cycles": (
         MODEL
-        + "corpus cycles evaluate grpo metrics prepare_reward_data reports reward "
+        + "corpus cycles evaluate grpo metrics prepare_reward_data reward "
         + "reward_data_config reward_dataset_loader train train_grpo train_reward_model"
     ),
     "train": MODEL + "metrics.bootstrap",
     "prepare_reward_data": MODEL + "corpus.encode reward_data_config reward_dataset_loader",
     "train_reward_model": MODEL + "metrics reward reward_dataset_loader",
     "train_grpo": MODEL + "grpo metrics reward",
-    "evaluate": (MODEL + "grpo metrics reports.rendering reports.text_page reward"),
+    "evaluate": (MODEL + "grpo metrics cycles.rendering cycles.text_page reward"),
     "sample": MODEL,
     "prepare_text": "common corpus data_loader tokenization_manager",
     "reward_dataset_loader": "common data_loader generation tokenization_manager",

@@ -14,7 +14,7 @@ from torch import Tensor
 from common.files import write_text
 from common.log import print0
 from common.process import require
-from reports.rendering import render
+from cycles.rendering import render
 from reward.heads import RewardModel
 from reward.reading import read_crossover, text_evidence
 from tokenization_manager import pieces

@@ -6,8 +6,8 @@ python run_cycles.py --text my_novel.txt --natural_text other_novels/
 import math
 from pathlib import Path
 
+from cycles.results import BETTER, NO_DIFFERENCE, WORSE, Model, Results
 from metrics.bootstrap import format_figure
-from reports.results import BETTER, NO_DIFFERENCE, WORSE, Model, Results
 
 # With a natural model whose loss is less than this below the generator's, expect that text becomes
 # hardly more natural.

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from common.files import write_text
 from common.process import warn
+from cycles import summary, table
 from cycles.ledger import Ledger, artefact
-from reports import summary, table
-from reports.passages import read_passages
-from reports.pictures import draw_pictures
-from reports.rendering import render
-from reports.results import Results
+from cycles.passages import read_passages
+from cycles.pictures import draw_pictures
+from cycles.rendering import render
+from cycles.results import Results
 
 
 def write_page(ledger: Ledger) -> Path:

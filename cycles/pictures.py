@@ -13,7 +13,7 @@ from typing import Any
 
 from common.log import read_records
 from cycles.ledger import Record, artefact
-from reports.results import Model, Results
+from cycles.results import Model, Results
 
 # Okabe and Ito, "Color Universal Design" (2008): distinct for colour-blind readers too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")

@@ -3,8 +3,8 @@
 python run_cycles.py --text my_novel.txt --natural_text other_novels/
 """
 
+from cycles.results import Model, Results
 from metrics.bootstrap import format_figure
-from reports.results import Model, Results
 
 # The columns: a figure and its form. Columns with VERDICT say what the policy is beside the model.
 VERDICT = "verdict"

@@ -1,6 +1,6 @@
-"""Tests of reports/: ledger, results, sentence, numbers, table, pictures, passages, page.
+"""Tests of cycles/: ledger, results, sentence, numbers, table, pictures, passages, page.
 
-pytest tests/test_reports.py
+pytest tests/test_cycles.py
 """
 
 import copy
@@ -19,12 +19,12 @@ from matplotlib.figure import Figure
 
 from common.process import UserError
 from cycles.ledger import Ledger
-from reports.page import make_page, write_page
-from reports.passages import read_passages
-from reports.pictures import draw_pictures, draw_progress
-from reports.results import Results
-from reports.summary import headline, reason, sentence
-from reports.table import comparison
+from cycles.page import make_page, write_page
+from cycles.passages import read_passages
+from cycles.pictures import draw_pictures, draw_progress
+from cycles.results import Results
+from cycles.summary import headline, reason, sentence
+from cycles.table import comparison
 from reward_dataset_loader import RewardDataset
 from tokenization_manager import TokenizationManager, pieces
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from common.device import random_stream
-from reports.text_page import read_tokens
+from cycles.text_page import read_tokens
 from reward.heads import build_reward_model
 from reward_dataset_loader import RewardDataset, rows_by_part
 from tokenization_manager import TokenizationManager

@@ -1,6 +1,6 @@
 """The results of a run of run_cycles.py: figures of its models, in the units that people read.
 
-    python -c "from reports.results import *; print(Results(Ledger(Path('out/my_novel'))).models)"
+    python -c "from cycles.results import *; print(Results(Ledger(Path('out/my_novel'))).models)"
 
 `Results` reads the ledger once; summary.py, table.py and page.py only format what it holds. The 95%
 interval of a figure x is x_low and x_high. A figure that is not measured is left out.
