@@ -216,7 +216,7 @@ def check_plan(plan: Sequence[Stage], sections: Mapping[str, Any], given: Collec
     for name in given:
         section, _, option = name.partition(".")
         for stage in plan:
-            if stage.section == section and stage.cycle <= 1:
+            if option and stage.section == section and stage.cycle <= 1:
                 is_kept = getattr(stage.settings, option) == getattr(sections[section], option)
                 errors.check(is_kept, f"--{name}: this run sets it itself", "Leave it out")
     errors.raise_if_any()
@@ -276,7 +276,7 @@ def main() -> None:
     settings.errors().raise_if_any()
     select_device(settings.device)  # raises an error before the first stage
     sources = settings.text or [config or "cycles"]
-    settings.out_dir = settings.out_dir or default_folder(sources)
+    settings.out_dir = str(Path(settings.out_dir or default_folder(sources)))
     used = {*contents, *[name.partition(".")[0] for name in given]}
     check_plan(make_plan(sections, used), sections, given)
 

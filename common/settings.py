@@ -199,6 +199,15 @@ def parse_sections(
             prefix = "--"
         members.append((section, kind))
         for name, value in values_of_section(contents, section).items():
+            # A run of several scripts gives a value outside all sections to those that know it, and
+            # names without effect to none. Unknown names are left for tyro to report.
+            knowing = [kind for kind in classes.values() if hasattr(kind, str(name))]
+            is_elsewhere = (
+                name in contents.get("", {}) and knowing and settings_class not in knowing
+            )
+            is_ignored = name in settings_class.without_effect
+            if len(classes) > 1 and (is_elsewhere or is_ignored):
+                continue
             if isinstance(value, (list, tuple)):
                 words_of_file += [f"{prefix}{name}", *map(str, value)]
             elif isinstance(value, float):

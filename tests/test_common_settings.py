@@ -15,6 +15,7 @@ from common.process import UserError
 from common.settings import (
     Settings,
     differing_settings,
+    parse_sections,
     parse_settings,
     read_config,
     setting,
@@ -242,3 +243,23 @@ def test_a_settings_file_starts_from_its_base(tmp_path, boxed):
     assert "--base=first.py" in boxed(str(tmp_path / "third.py"))  # one level only
     with pytest.raises(FileNotFoundError, match=r"nowhere.py"):
         read_config(str(tmp_path / "fourth.py"))
+
+
+def test_values_outside_sections_are_for_the_scripts_that_know_them(tmp_path):
+    @dataclass
+    class Other(Settings):
+        own: int = 1
+        without_effect: ClassVar = {"old": "gone"}
+
+    @dataclass
+    class Main(Settings):
+        seed: int = 1
+
+    path = tmp_path / "config.py"
+    path.write_text("seed = 5\nown = 6\nother = dict(old=1)\n")
+    classes = {"main": Main, "other": Other}
+    given = parse_sections(classes, "main", [], read_config(str(path)))
+    assert (given["main"].seed, given["other"].own) == (5, 6)
+    path.write_text("sede = 5\n")
+    with pytest.raises(SystemExit):
+        parse_sections(classes, "main", [], read_config(str(path)))
