@@ -98,13 +98,10 @@ def scan_text(path: Path) -> Text:
 
 
 def joined_pieces(texts: Sequence[Text]) -> Iterator[str]:
-    """Yield the joined text in pieces. A newline follows each text that does not end with one.
-
-    That of the last text is not counted as a part of the joined text.
-    """
+    """Yield the joined text in pieces; a newline separates a text without one from the next."""
     for text in texts:
         yield from read_pieces(text.path)
-        if not text.ends_line:
+        if not text.ends_line and text is not texts[-1]:
             yield "\n"
 
 

@@ -86,7 +86,8 @@ def make_corpora(
     num_tokens = prepare_texts(own, folder, tokenizer, segments)
     if natural:
         natural_folder = out / "natural_corpus"
-        prepare_texts(natural, natural_folder, tokenizer, [("train", num_natural)])
+        # The text before the own texts, with the newline that separates them
+        prepare_texts(texts, natural_folder, tokenizer, [("train", num_natural)])
         for name in ("val.bin", "test.bin"):
             shutil.copyfile(folder / name, natural_folder / name)
     require(

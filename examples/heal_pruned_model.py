@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
-from corpus.encode import count_characters, find_texts, joined_pieces
+from corpus.encode import find_texts, joined_pieces
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
 from interop.samples import complete
 from metrics.bootstrap import bootstrap_mean, format_figure
@@ -89,8 +89,7 @@ def load(settings: HealSettings) -> tuple[Any, Any, Tensor, Tensor]:
     """Return model, tokenizer, and blocks (n, 64) int64 of text: to train on, and held-out ones."""
     whole = load_model(str(settings.whole), torch.float32, gguf_file=settings.gguf_file)
     tokenizer = load_tokenizer(str(settings.whole), gguf_file=settings.gguf_file)
-    texts = find_texts(settings.text)
-    text = "".join(joined_pieces(texts))[: count_characters(texts)]
+    text = "".join(joined_pieces(find_texts(settings.text)))
     ids = tokenizer(text=text)["input_ids"]
     count = len(ids) // LENGTH
     least = 2 * settings.num_blocks

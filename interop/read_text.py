@@ -20,7 +20,7 @@ from common.files import read_text
 from common.log import print0
 from common.process import UserError, one_line, require, run_main, warn
 from common.settings import Errors, Settings, parse_settings
-from corpus.encode import count_characters, find_texts, joined_pieces
+from corpus.encode import find_texts, joined_pieces
 from cycles.text_page import open_page, present_text
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
 from metrics.bootstrap import better_than_constant
@@ -97,8 +97,7 @@ def main() -> None:
 
 def natural_blocks(paths: Sequence[str], tokenizer: Any, length: int) -> Tensor:
     """Return evenly spaced blocks (b, length) int64 of natural texts."""
-    texts = find_texts(paths)
-    text = "".join(joined_pieces(texts))[: count_characters(texts)]
+    text = "".join(joined_pieces(find_texts(paths)))
     blocks = cut_blocks(encode(text, tokenizer), tokenizer, length)
     every = max(1, len(blocks) // MOST_BLOCKS)
     return blocks[::every][:MOST_BLOCKS]

@@ -101,7 +101,7 @@ def test_segments_are_encoded_each_by_itself_and_nameless_ones_left_out(write):
         joined[part] += tokenizer.decode(tokens)
     assert joined == {"train": "ac", "val": "cab\n"}
     assert split_segments(texts, 0.5) == [("train", 4), ("val", 4)]
-    texts[0].path.write_text("")
+    texts[0].path.write_text("a")
     with pytest.raises(UserError, match="a text became shorter"):
         list(encode_segments(texts, segments, tokenizer))
 
