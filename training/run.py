@@ -23,7 +23,7 @@ from training.checkpoint import hash_model
 RESUME_HINT = (
     "Continue with --init_from resume. If nothing was saved yet, run the same command again."
 )
-WAY_OUT = "pass --overwrite True, without --init_from resume, to start over"
+WAY_OUT = "delete it, or pass --overwrite True without --init_from resume, to start over"
 INPUTS = (  # settings that name what a script reads
     "dataset",
     "train_bin",
