@@ -206,7 +206,7 @@ def parse_sections(
                 name in contents.get("", {}) and knowing and settings_class not in knowing
             )
             is_ignored = name in settings_class.without_effect
-            if len(classes) > 1 and (is_elsewhere or is_ignored):
+            if is_elsewhere or (is_ignored and section != script):
                 continue
             if isinstance(value, (list, tuple)):
                 words_of_file += [f"{prefix}{name}", *map(str, value)]
