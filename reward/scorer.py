@@ -148,9 +148,23 @@ def load_scorer(
         check_fit(start, contents, start_path, reward_model_path)
         training = contents["training"] or {}
         check_generator(reward_model_path, training.get("generator_sha256"), start_path)
+        require(
+            not reward_model.is_ratio or have_same_weights(reward_model.generator, reference),
+            f"the generator in {reward_model_path} is not {start_path}: train a reward model for "
+            "this generator",
+        )
         check_skill(reward_model_path, training, allow_unpredictive)
     functions = load_functions(function_names, function_weights, corpus.tokenizer.decode)
     return RewardScorer(reference, reward_model, functions)
+
+
+def have_same_weights(one: GPT, other: GPT) -> bool:
+    """Return whether two models have equal weights under equal names."""
+    weights = one.state_dict()
+    other_weights = other.state_dict()
+    if weights.keys() != other_weights.keys():
+        return False
+    return all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
 def check_skill(path: str, training: Mapping[str, Any], is_allowed: bool) -> None:
