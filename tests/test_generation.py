@@ -17,6 +17,7 @@ from common.process import UserError
 from generation import completions
 from generation.completions import Completer, Completions, complete, generate
 from generation.kv_cache import KVCache
+from generation.prompts import draw_crossovers
 from generation.sampling import Sampling, sample_tokens, sampling_distribution
 from model import GPT, GPTConfig
 
@@ -289,3 +290,11 @@ def test_generate_fills_the_block_when_no_number_is_given():
 def test_what_cannot_be_continued_is_refused(shape, new, mode, said):
     with pytest.raises(UserError, match=re.escape(said)):
         tiny_model(mode=mode).generate(torch.zeros(shape, dtype=torch.int64), new)
+
+
+def test_crossovers_are_uniform_and_leave_a_token_to_write():
+    largest = np.nextafter(np.float32(1), np.float32(0))
+    uniforms = np.array([0.0, 0.124, 0.126, 0.5, largest], np.float32)
+    assert draw_crossovers(uniforms, 9).tolist() == [1, 1, 2, 5, 8]
+    assert draw_crossovers(uniforms, 9, distinct=3).tolist() == [1, 1, 1, 4, 8]
+    assert draw_crossovers(uniforms[[0, -1]], 2).tolist() == [1, 1]
