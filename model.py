@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from common.device import autocast, total_memory
 from common.process import UserError
 from generation.completions import generate
-from generation.kv_cache import Context, KVCache
+from generation.kv_cache import KVCache
 from generation.sampling import Sampling
 
 REWARD_HEADS = ("last", "likelihood")
@@ -123,7 +123,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.layer = layer
 
-    def forward(self, x: Tensor, rotation: Tensor | None, context: Context) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor | None, kv_cache: KVCache | None) -> Tensor:
         """Return the output (B, T, C) of attention for hidden states (B, T, C)."""
         qkv = self.c_attn(x)  # (B, T, 3 C)
         B, T = qkv.shape[:2]
@@ -133,8 +133,13 @@ class CausalSelfAttention(nn.Module):
         queries, keys = qkv[:2]  # (B, H, T, D) each
         if rotation is not None:
             queries, keys = rotate(qkv[:2], rotation)
-        dropout = self.dropout if self.training else 0.0
-        y = context.attend(self.layer, queries, keys, qkv[2], dropout)  # (B, H, T, D)
+        if kv_cache is None:
+            dropout = self.dropout if self.training else 0.0
+            y = F.scaled_dot_product_attention(
+                queries, keys, qkv[2], dropout_p=dropout, is_causal=True
+            )  # (B, H, T, D)
+        else:
+            y = kv_cache.attend(self.layer, queries, keys, qkv[2])
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -164,9 +169,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotation: Tensor | None, context: Context) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor | None, kv_cache: KVCache | None) -> Tensor:
         """Return the block's output (B, T, C) for hidden states (B, T, C)."""
-        y = x + self.attn(self.ln_1(x), rotation, context)
+        y = x + self.attn(self.ln_1(x), rotation, kv_cache)
         return y + self.mlp(self.ln_2(y))
 
 
@@ -262,28 +267,27 @@ class GPT(nn.Module):
         activation_bytes = 64 * config.n_embd * config.n_layer * config.block_size
         return max(1, min(1024, memory // 8 // (logits_bytes + activation_bytes)))
 
-    def trunk(self, idx: Tensor, context: Context | None = None) -> Tensor:
+    def trunk(self, idx: Tensor, kv_cache: KVCache | None = None) -> Tensor:
         """Return the hidden states (B, T, C) of token ids (B, T) after the last normalisation.
 
-        `context` says what the tokens attend to: by default, to the tokens before them in their
-        row.
+        Tokens attend to those before them in their row; with a cache, also to those that it holds.
         """
-        if context is None:
-            context = Context(idx)
+        start = 0
+        if kv_cache is not None:
+            start = kv_cache.position
+        end = start + idx.size(1)
         limit = self.config.block_size
-        if context.length > limit:  # not require(): torch.compile would trace its message
-            raise UserError(
-                f"ERROR: {context.length} tokens do not fit block_size {limit}: cut them"
-            )
+        if end > limit:  # not require(): torch.compile would trace its message
+            raise UserError(f"ERROR: {end} tokens do not fit block_size {limit}: cut them")
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.config.position == "learned":
             rotation = None
-            x = x + self.transformer.wpe(context.token_positions)
+            x = x + self.transformer.wpe.weight[start:end]
         else:
-            rotation = self.rotation[:, context.row_positions]  # (2, T, D)
+            rotation = self.rotation[:, start:end]  # (2, T, D)
         x = self.transformer.drop(x)
         for block in self.transformer.h:
-            x = block(x, rotation, context)
+            x = block(x, rotation, kv_cache)
         return self.transformer.ln_f(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

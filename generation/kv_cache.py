@@ -1,11 +1,9 @@
-"""What attention reads: a full sequence, or keys and values kept between the passes of generation.
+"""Keys and values of a GPT, kept between the passes of generation.
 
-    python -c "import torch, generation.kv_cache as k; print(k.Context(torch.ones(1, 4)).length)"
+    python -c "import torch, generation.kv_cache as k; print(k.cache_dtype(torch.nn.Linear(1, 1)))"
 
-A GPT computes embeddings, norms and linear layers for the tokens that it is given. Attention works
-on rows. A context says how the two correspond, and what each row attends to.
-Shapes: B rows of T tokens in a full sequence. In a cache: R rows, of which the first A are active;
-H heads of D channels; L layers; T new positions; S stored positions; N positions of a full row.
+Shapes: R rows, of which the first A are active; H heads of D channels; L layers; T new positions; S
+stored positions; N positions of a full row.
 """
 
 from typing import Any
@@ -24,34 +22,7 @@ def cache_dtype(model: nn.Module) -> torch.dtype:
     return parameter.dtype
 
 
-class Context:
-    """Attention context for full sequences: each token attends to itself and to earlier tokens.
-
-    token_positions: positions (T,) int64 of the tokens, for learned position embeddings.
-    row_positions: positions of a row's T columns, for rotary embeddings.
-    length: number of positions in a row after this pass.
-    """
-
-    token_positions: Tensor
-    row_positions: Tensor | slice
-    length: int
-
-    def __init__(self, ids: Tensor) -> None:
-        self.length = ids.size(1)
-        self.token_positions = torch.arange(self.length, device=ids.device)
-        self.row_positions = slice(self.length)
-
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout: float = 0.0
-    ) -> Tensor:
-        """Return causal attention (B, H, T, D) of queries, keys and values (B, H, T, D) each."""
-        is_causal = queries.size(2) > 1
-        return F.scaled_dot_product_attention(
-            queries, keys, values, dropout_p=dropout, is_causal=is_causal
-        )
-
-
-class KVCache(Context):
+class KVCache:
     """Keys and values of every layer of a GPT, written position by position.
 
     Call `at` before every forward pass.
@@ -59,15 +30,13 @@ class KVCache(Context):
 
     def __init__(self, model: nn.Module, rows: int, length: int) -> None:
         config: Any = model.config
-        device = next(model.parameters()).device
         self.most_rows = rows
         head_size = config.n_embd // config.n_head
         self.memory = torch.empty(
             (config.n_layer, 2, rows, config.n_head, length, head_size),
-            device=device,
+            device=next(model.parameters()).device,
             dtype=cache_dtype(model),
         )
-        self._all_positions = torch.arange(length, device=device)
 
     @staticmethod
     def bytes_per_row(model: nn.Module, length: int) -> int:
@@ -87,10 +56,9 @@ class KVCache(Context):
 
         T is 1, or position is 0.
         """
-        self.length = position + length
-        self.token_positions = self._all_positions[position : self.length]
-        self.row_positions = self.token_positions
-        active = self.memory[:, :, :rows, :, : self.length]  # (L, 2, A, H, S, D)
+        self.position = position
+        end = position + length
+        active = self.memory[:, :, :rows, :, :end]  # (L, 2, A, H, S, D)
         self._new = active[..., position:, :]  # (L, 2, A, H, T, D)
         self._is_single = length == 1 and self.memory.device.type == "cpu"
         if self._is_single:
@@ -98,9 +66,7 @@ class KVCache(Context):
         # Indexing once here is faster than indexing in every layer's attention.
         self._keys_and_values = [layer.unbind() for layer in active]
 
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout: float = 0.0
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Store keys and values (A, H, T, D); return the attention (A, H, T, D) to all stored
         ones.
         """
