@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from common.process import UserError, require
+from common.process import require
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,13 @@ def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     # Padding ids hold finfo.min; set them to -inf so that no temperature can revive them.
     is_padding = logits == torch.finfo(logits.dtype).min
     logits = logits.float().masked_fill(is_padding, -torch.inf)
+    top_k = sampling.top_k
     if sampling.temperature == 0:
-        best = F.one_hot(logits.argmax(-1), logits.size(-1)).bool()
-        return torch.zeros_like(logits).masked_fill(~best, -torch.inf)
-    if sampling.top_k is not None and sampling.top_k < logits.size(-1):
+        top_k = 1
+    if top_k is not None and top_k < logits.size(-1):
         # Select by rank, so that ties do not let in more than k tokens; and before the temperature,
         # because its rounding can make ties.
-        kept = logits.topk(sampling.top_k).indices
+        kept = logits.topk(top_k).indices
         excluded = torch.full_like(logits, -torch.inf)
         logits = excluded.scatter(-1, kept, logits.gather(-1, kept))
     if sampling.temperature != 1:
@@ -80,9 +79,8 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple
 
 def check_drawn(model_log_probs: Tensor) -> None:
     """Raise UserError if the log-probabilities of drawn tokens are NaN or infinite."""
-    if not bool(model_log_probs.isfinite().all()):
-        remedy = "use an earlier checkpoint, or another dtype"
-        raise UserError(
-            "ERROR: the logits are NaN or infinite: the model diverged or overflows float16; "
-            f"{remedy}"
-        )
+    require(
+        bool(model_log_probs.isfinite().all()),
+        "the logits are NaN or infinite: the model diverged or overflows float16; use an earlier "
+        "checkpoint, or another dtype",
+    )
