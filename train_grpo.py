@@ -53,8 +53,6 @@ from grpo.sampled import (
     clipped_loss,
     compute_advantages,
     kl_estimate,
-    kl_of_step,
-    mean_of_tokens,
     mean_over_mask,
     probability_ratio,
     sampled_log_probs,
@@ -254,12 +252,19 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
     best = Best()
     training.track(policy=policy, optimizers=optimizers, schedule=schedule, stops=stops, best=best)
     schedule.check_num_steps("max_steps", settings.max_steps)
+
+    def evaluate(num_steps: int, figures: dict[str, Any]) -> None:
+        """Evaluate natural loss and fresh text; keep the best policy that exceeds no cap."""
+        evaluation = evaluate_policy(policy, scorer, corpus, settings.seed)
+        stops.update(evaluation)
+        if not stops.broken_cap:
+            value = selection_value(evaluation, num_steps)
+            best.update(value, num_steps, policy.state_dict().items(), evaluation)
+        training.log(num_steps, **figures, **evaluation)
+        training.save(num_steps)
+
     if not training.is_resumed:
-        start = evaluate_policy(policy, scorer, corpus, settings.seed)
-        stops.evaluation(start)
-        best.update(selection_value(start, 0), 0, policy.state_dict().items(), start)
-        training.log(0, **start)
-        training.save(0)
+        evaluate(0, {})
 
     for step in training.steps(settings.max_steps, stops.reason):
         # Sample: complete P prompts G times: ids (R, N), mask (R, N - 1), log pi_old (R, N - 1).
@@ -273,37 +278,27 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
         figures: dict[str, Any] = {}
         if settings.prefixes == "own":
             figures.update(step_figures(rollouts, scores, advantages, G))
-        stops.step(figures)
+        stops.update(figures)
 
         # Update the policy, until it is too far from the one that sampled.
         optimizers.set_learning_rate_factor(schedule.factor(step))
         figures["learning_rate"] = optimizers.learning_rate
         for number in range(settings.updates_per_step):
             figures.update(add_gradients(policy, scorer, rollouts, scores, advantages, settings))
-            if number > 0 and figures.get("kl_update", 0.0) > stops.cap("kl_step"):
+            if number > 0 and figures.get("kl_update", 0.0) > stops.update_cap:
                 optimizers.zero_grad()
                 break
             figures["gradient_norm"] = take_step(policy, optimizers, GRAD_CLIP)
             figures["updates"] = number + 1
 
-        # Evaluate: natural loss and fresh text. The best policy that exceeds no cap is kept.
+        # Evaluate from time to time, and at the end.
+        training.bar.set_postfix(loss=f"{figures['loss']:.3f}", refresh=False)
         num_steps = step + 1
         is_last = num_steps == settings.max_steps or stops.reason() != ""
-        is_evaluated = is_last or num_steps % settings.eval_interval == 0
-        if is_evaluated:
-            if settings.prefixes == "own" and figures["updates"] == settings.updates_per_step:
-                # After an early end, kl_update is already the KL of the whole step.
-                figures["kl_step"] = kl_of_step(policy, rollouts)
-            evaluation = evaluate_policy(policy, scorer, corpus, settings.seed)
-            figures.update(evaluation)
-            stops.evaluation(figures)
-            if not stops.broken_cap:
-                value = selection_value(evaluation, num_steps)
-                best.update(value, num_steps, policy.state_dict().items(), evaluation)
-        training.log(num_steps, quiet=not is_evaluated, **figures)
-        training.bar.set_postfix(loss=f"{figures['loss']:.3f}", refresh=False)
-        if is_evaluated:
-            training.save(num_steps)
+        if is_last or num_steps % settings.eval_interval == 0:
+            evaluate(num_steps, figures)
+        else:
+            training.log(num_steps, quiet=True, **figures)
 
     best.restore(policy)
     record = {
@@ -335,7 +330,7 @@ def add_gradients(
     tensors = (*rollouts, scores.reference_log_probs, advantages, *scores.hidden.values())
     for ids, mask, old_log_probs, log_q, advantage, *frozen in micro_batches(policy, *tensors):
         loss: Any = 0.0
-        means = {}  # over tokens
+        values = {}  # of tokens: (R, N - 1)
         with autocast(ids.device):
             hidden = policy.trunk(ids[:, :-1])[mask]  # (W, C), the only pass of the trunk
             if settings.credit == "exact":
@@ -352,17 +347,15 @@ def add_gradients(
                 losses, is_clipped = clipped_loss(ratio, advantage, settings.epsilon)
                 losses = losses + settings.beta * kl_estimate(log_probs, log_q)
                 loss = loss + mean_over_mask(losses, mask).mean()
-                means["clip_share"] = mean_of_tokens(is_clipped, mask)
+                values["clip_share"] = is_clipped
         loss = loss * (len(ids) / len(rollouts.ids))  # of the mean over all rows
         loss.backward()
         figures["loss"] += loss.item()
         if settings.prefixes == "own":
-            means["kl_update"] = mean_of_tokens(
-                kl_estimate(old_log_probs, log_probs.detach()), mask
-            )
-        share = float(mask.sum() / rollouts.mask.sum())
-        for name, mean in means.items():
-            figures[name] = figures.get(name, 0.0) + mean * share
+            values["kl_update"] = kl_estimate(old_log_probs, log_probs.detach())
+        for name, of_tokens in values.items():
+            part = (of_tokens * mask).sum() / rollouts.mask.sum()  # of the mean over all tokens
+            figures[name] = figures.get(name, 0.0) + part.item()
     return figures
 
 
@@ -400,10 +393,10 @@ def write_policy(
     training = dict(record, settings=asdict(settings))
     path = Path(settings.output_path)
     save_checkpoint(path, policy, base["tokenization"], base["data"], training)
-    kept = "the starting policy: no later one within the caps was preferred to it"
-    if record["kept_step"] > 0:
-        kept = f"the policy of step {record['kept_step']}"
-    print0(f"\nStopped after {record['steps']} steps by {record['stop_reason']}; kept {kept}")
+    print0(
+        f"\nStopped after {record['steps']} steps by {record['stop_reason']}; kept the policy of "
+        f"step {record['kept_step']} (0: the start)"
+    )
     print0(f"Saved {path}")
     start = str(settings.base_model_path)
     words = ["python", "evaluate.py", "--checkpoints", start, settings.output_path]

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.device import autocast
 from grpo.rollouts import Rollouts
 from losses import scatter_to_mask, token_log_probs
-from reward.scorer import Scores, micro_batches
+from reward.scorer import Scores
 from reward.user_function import RewardFunction
 
 # Limit of differences of log-probabilities: e^20 = 5e8 is a fault, not a ratio.
@@ -166,11 +165,6 @@ def mean_over_mask(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
-def mean_of_tokens(values: Tensor, mask: Tensor) -> float:
-    """Return the mean of values (R, N - 1) over all written tokens."""
-    return ((values * mask).sum() / mask.sum().clamp(min=1)).item()
-
-
 def step_figures(
     rollouts: Rollouts, scores: Scores, advantages: Tensor, group_size: int
 ) -> dict[str, float]:
@@ -194,15 +188,3 @@ def step_figures(
         figures["group_std"] = spread.mean().item()
         figures["flat_groups"] = is_flat.float().mean().item()
     return figures
-
-
-@torch.no_grad()
-def kl_of_step(policy: Any, rollouts: Rollouts) -> float:
-    """Return KL(pi_old || pi) of a step's completions after its updates, in nats per token."""
-    total = 0.0
-    for ids, mask, old_log_probs in micro_batches(policy, *rollouts):
-        with autocast(ids.device):
-            hidden = policy.trunk(ids[:, :-1])[mask]  # (W, C)
-            log_probs = sampled_log_probs(policy, hidden, ids, mask)  # (R, N - 1)
-        total += kl_estimate(old_log_probs, log_probs)[mask].sum().item()
-    return total / int(rollouts.mask.sum())

@@ -17,9 +17,10 @@ PLATEAU_MIN_DELTA = 0.001  # nats per character, or the unit of a reward that is
 CAPS = {
     "kl_start": 1.0,  # KL from the start, of the completions of a step
     "kl_now": 1.0,  # KL from the start, of the completions of an evaluation
-    "kl_step": 0.2,  # KL from the policy before the step
     "loss_rise": 0.3,  # loss on natural text minus the start's
 }
+# KL from the policy that sampled, in nats per character: above it a step makes no further update.
+UPDATE_CAP = 0.2
 
 
 class Stops(SavedAttributes):
@@ -46,6 +47,7 @@ class Stops(SavedAttributes):
         self.reward_threshold = reward_threshold
         # Figures are in nats per token, limits in nats per character.
         self.characters_per_token = characters_per_token
+        self.update_cap = UPDATE_CAP * characters_per_token  # nats per token
         self.has_function = has_function
         self.min_delta = PLATEAU_MIN_DELTA
         if is_in_nats:
@@ -55,30 +57,24 @@ class Stops(SavedAttributes):
         self.objectives: list[float] = []  # per step: mean of what is optimised
         self.broken_cap = ""  # the first cap that was exceeded
 
-    def cap(self, name: str) -> float:
-        """Return a cap in nats per token."""
-        return CAPS[name] * self.characters_per_token
+    def update(self, figures: Mapping[str, Any]) -> None:
+        """Record the figures of a step, or of an evaluation; the first one is of the start.
 
-    def step(self, figures: Mapping[str, Any]) -> None:
-        """Record the figures of a step. Natural text has no reward and no objective."""
+        Natural text has no reward and no objective.
+        """
         if "objective" in figures:
             self.objectives.append(figures["objective"])
         if "reward" in figures and not self.has_function:
             self.rewards.append(figures["reward"])
-        self._check_caps(figures)
-
-    def evaluation(self, figures: Mapping[str, Any]) -> None:
-        """Record the figures of an evaluation; the first one is of the start."""
-        self._check_caps(figures)
+        loss = figures.get("select_loss", self.start_loss)
         if math.isnan(self.start_loss):
-            self.start_loss = figures["select_loss"]
+            self.start_loss = loss
+        checked = dict(figures)
         if not self.has_function:
-            self._check_caps({"loss_rise": figures["select_loss"] - self.start_loss})
-
-    def _check_caps(self, figures: Mapping[str, Any]) -> None:
+            checked["loss_rise"] = loss - self.start_loss
         for name, cap in CAPS.items():
-            if not self.broken_cap and figures.get(name, 0.0) > self.cap(name):
-                value = figures[name] / self.characters_per_token
+            value = checked.get(name, 0.0) / self.characters_per_token
+            if value > cap and not self.broken_cap:
                 self.broken_cap = (
                     f"cap: {name} {value:.3f} > {cap} nats a character; lower learning_rate, or "
                     "with a reward_function its weight, or raise beta"

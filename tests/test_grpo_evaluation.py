@@ -80,12 +80,12 @@ def stops_after(
 ) -> Stops:
     """The stops, with windows of four steps, after so many steps and perhaps an evaluation."""
     stops = Stops(40, threshold, characters_per_token, has_function, is_in_nats=True)
-    stops.evaluation({"select_loss": 2.0})
+    stops.update({"select_loss": 2.0})
     for reward in rewards:
         kl_start = figures.get("kl_start", 0.0)
-        stops.step({"reward": reward, "objective": reward, "kl_start": kl_start})
+        stops.update({"reward": reward, "objective": reward, "kl_start": kl_start})
     if figures:
-        stops.evaluation({"select_loss": 2.0, **figures})
+        stops.update({"select_loss": 2.0, **figures})
     return stops
 
 
@@ -110,7 +110,7 @@ def test_a_threshold_is_for_a_window_and_not_for_functions():
 @pytest.mark.parametrize("length", [1.0, 2.5])
 @pytest.mark.parametrize(
     ("name", "start", "cap"),
-    [("kl_start", 0, 1.0), ("kl_now", 0, 1.0), ("kl_step", 0, 0.2), ("select_loss", 2, 0.3)],
+    [("kl_start", 0, 1.0), ("kl_now", 0, 1.0), ("select_loss", 2, 0.3)],
 )
 def test_each_cap_is_in_nats_a_character(name, start, cap, length):
     for excess, message in ((-0.01, None), (0.01, f"{cap + 0.01:.3f} > {cap} nats a character")):
@@ -128,7 +128,7 @@ def test_the_first_broken_cap_is_the_reason():
 def test_with_a_function_the_loss_may_rise_but_not_the_kl():
     stops = stops_after([], has_function=True, select_loss=2.5)
     assert stops.reason() == ""
-    stops.evaluation({"select_loss": 2.5, "kl_now": 1.1})
+    stops.update({"select_loss": 2.5, "kl_now": 1.1})
     assert re.match("cap: kl_now .* a reward_function its weight, or raise beta$", stops.reason())
 
 

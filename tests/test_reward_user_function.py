@@ -152,7 +152,7 @@ def test_a_policy_learns_what_the_function_rewards(
     """Alone: no R2 and no P(natural); the records have its rewards. A run is resumed with the
     same file alone.
     """
-    monkeypatch.setattr(stopping, "CAPS", {"kl_step": 9.0})
+    monkeypatch.setattr(stopping, "CAPS", {})
     (tmp_path / "letters.py").write_text(LETTERS)
     options = {
         "base_model_path": generator,

@@ -331,7 +331,7 @@ def test_the_exact_gradient_nears_the_mixture(good, monkeypatch, more):
 
     Natural prefixes have no threshold and no plateau, and one line says so.
     """
-    monkeypatch.setattr(stopping, "CAPS", {"kl_step": 9.0})
+    monkeypatch.setattr(stopping, "CAPS", {})
     options = {**good, **EXACT, **more, "max_steps": 8, "learning_rate": 1e-2, "eval_interval": 4}
     lines = succeed("train_grpo", **options).splitlines()
     said = [line for line in lines if line.startswith("Natural prefixes: ")]
@@ -372,7 +372,7 @@ def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
         "lr_schedule": "linear",
         "learning_rate": 1e-2,
     }
-    monkeypatch.setattr(stopping, "CAPS", {"kl_step": 9.0})
+    monkeypatch.setattr(stopping, "CAPS", {})
     succeed("train_grpo", **options)
     parts = {**options, "output_path": tmp_path / "parts" / "policy.pt"}
     with monkeypatch.context() as patch:
