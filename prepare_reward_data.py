@@ -18,7 +18,7 @@ from tqdm import tqdm
 from common.device import autocast, random_stream, select_device
 from common.files import atomic_folder, atomic_path, write_text
 from common.log import format_size, print0
-from common.process import require, run_main
+from common.process import require, run_main, warn
 from common.settings import parse_settings
 from corpus.encode import load_text
 from data_loader import data_record, evenly_spaced, open_token_file, text_rows
@@ -39,7 +39,6 @@ from training.checkpoint import (
 
 BLOCKS = 64  # blocks of a batch, each with all its samples
 SAMPLING = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")
-TITLES = {"train": "Training", "val": "Validation"}
 FILES = {
     "train_x.bin",
     "train_y.bin",
@@ -58,11 +57,10 @@ def crossovers_and_uniforms(
 
     The uniforms are float32 in [0, 1); each decides one token.
     """
-    draws = []
-    for block in blocks.tolist():
-        stream = random_stream(seed, "reward_data", split, block)
-        draws.append(stream.random((samples, length + 1), dtype=np.float32))
-    uniforms = np.stack(draws)  # (P, G, N + 1)
+    streams = [random_stream(seed, "reward_data", split, block) for block in blocks.tolist()]
+    uniforms = np.stack(
+        [stream.random((samples, length + 1), dtype=np.float32) for stream in streams]
+    )  # (P, G, N + 1)
     return draw_crossovers(uniforms[..., 0], length), uniforms[..., 1:]
 
 
@@ -184,17 +182,6 @@ def generate_completion(
     return ids[0].cpu().numpy().astype(np.uint16)
 
 
-def check_output(output: Path, overwrite: bool) -> None:
-    """Raise UserError if `output` holds a dataset and `overwrite` is False, or other files."""
-    found = {path.name for path in output.glob("*")}
-    is_free = not found or (overwrite and found <= FILES)
-    require(
-        is_free and not output.is_file(),
-        f"{output} exists: choose another --output_dir; --overwrite True replaces a dataset there, "
-        "but not a folder with other files",
-    )
-
-
 def run(config: RewardDataConfig) -> dict[str, Any]:
     """Make the dataset; it has no figures: return an empty dict."""
     # model and data
@@ -224,7 +211,13 @@ def run(config: RewardDataConfig) -> dict[str, Any]:
     data = data_record(train_tokens, val_tokens)
     check_splits(checkpoint["data"], data, is_allowed=config.allow_split_mismatch)
     output = Path(config.output_dir)
-    check_output(output, config.overwrite)
+    found = {path.name for path in output.glob("*")}
+    is_free = not found or (config.overwrite and found <= FILES)
+    require(
+        is_free and not output.is_file(),
+        f"{output} exists: choose another --output_dir; --overwrite True replaces a dataset there, "
+        "but not a folder with other files",
+    )
 
     # samples
     print0(
@@ -234,10 +227,16 @@ def run(config: RewardDataConfig) -> dict[str, Any]:
         f"Samples per chunk: {config.samples_per_chunk}\n"
         f"Temperature: {config.temperature}"
     )
+    if Sampling(config.temperature, config.top_k) != Sampling():
+        warn(
+            "GRPO samples at temperature 1 from all tokens: a reward model of samples drawn "
+            "otherwise may predict worse there than its R2 says"
+        )
     sampling = {name: getattr(config, name) for name in SAMPLING}
     samples = {}
-    for split, tokens in {"train": train_tokens, "val": val_tokens}.items():
-        print0(f"\n=== Generating {TITLES[split]} Samples ===")
+    splits = (("train", "Training", train_tokens), ("val", "Validation", val_tokens))
+    for split, title, tokens in splits:
+        print0(f"\n=== Generating {title} Samples ===")
         samples[split] = create_reward_samples(
             tokens, model, model.config, device, **sampling, split=split
         )
@@ -253,10 +252,14 @@ def run(config: RewardDataConfig) -> dict[str, Any]:
                 f"  X: {output}/{split}_x.bin ({len(x)}, {N})\n"
                 f"  Y: {output}/{split}_y.bin ({len(x)}, 2)"
             )
-    print0("\n=== Dataset Creation Complete ===")
-    for split, title in TITLES.items():
-        print0(f"{title} samples: {len(samples[split][0]):,}")
-    print0(f"Block size: {N}\nOutput directory: {output}\nTokenization: {tokenizer.describe()}")
+    print0(
+        "\n=== Dataset Creation Complete ===\n"
+        f"Training samples: {len(samples['train'][0]):,}\n"
+        f"Validation samples: {len(samples['val'][0]):,}\n"
+        f"Block size: {N}\n"
+        f"Output directory: {output}\n"
+        f"Tokenization: {tokenizer.describe()}"
+    )
     return {}
 
 

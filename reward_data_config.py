@@ -72,13 +72,15 @@ class RewardDataConfig(Settings):
         mode = str(self.input_mode)
         self.check_ignored(errors, IGNORED[mode], f"in {mode} mode")
         for name, title in NEEDED[mode].items():
-            value = getattr(self, name) or ""
-            errors.check(value != "", f"{name} is required in {mode} mode", f"Specify --{name}")
-            errors.check(
-                value == "" or errors.exists(value),
-                f"{title} file not found: {value}",
-                "Make the corpus with data/shakespeare/prepare.py or prepare_text.py",
-            )
+            value = getattr(self, name)
+            if value:
+                errors.check(
+                    errors.exists(value),
+                    f"{title} file not found: {value}",
+                    "Make the corpus with data/shakespeare/prepare.py or prepare_text.py",
+                )
+            else:
+                errors.check(False, f"{name} is required in {mode} mode", f"Specify --{name}")
         errors.check(
             bool(self.meta_path) or self.tokenization in ("auto", "bpe"),
             f"meta_path is required when tokenization is {self.tokenization!r}",

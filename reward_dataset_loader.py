@@ -56,42 +56,36 @@ class RewardDataset(Dataset):
         )
         with reading(f"{start}*", "make the dataset again"):
             lines = metadata_path.read_text(encoding="utf-8").splitlines()
-            self.metadata = dict(line.split(": ", 1) for line in lines)
+            metadata = dict(line.split(": ", 1) for line in lines)
+            self.metadata = metadata
             self.y = np.memmap(f"{start}y.bin", "<f4", "r").reshape(-1, 2)
-            self.num_samples = len(self.y)
-            self.x = np.memmap(f"{start}x.bin", "<u2", "r").reshape(self.num_samples, -1)
+            self.x = np.memmap(f"{start}x.bin", "<u2", "r").reshape(len(self.y), -1)
             self.block_size = self.x.shape[1]
-            self.samples_per_chunk = int(self.metadata.get("samples_per_chunk", 1))
-            self.val_tokens = int(self.metadata.get("val_tokens", 0))
-            self._check()
+            self.samples_per_chunk = int(metadata.get("samples_per_chunk", 1))
+            self.val_tokens = int(metadata.get("val_tokens", 0))
+            self.tokenization = TokenizationInfo(
+                metadata["tokenization_method"],
+                int(metadata["vocab_size"]),
+                metadata.get("meta_path"),
+            )
+            expected = {"format_version": FORMAT_VERSION, "x_shape": str(self.x.shape)}
+            for name, value in expected.items():
+                recorded = metadata.get(name, value)  # another program's dataset may lack it
+                require(recorded == value, f"{name} is {recorded}, not {value}")
+            sums_to_1 = np.allclose(self.y.sum(axis=1), 1, rtol=0, atol=LABEL_TOLERANCE)
+            require(sums_to_1 and self.y.min() >= 0, "labels do not sum to 1 within [0, 1]")
+            largest = self.x.max()
+            vocab_size = self.tokenization.vocab_size
+            require(largest < vocab_size, f"token {largest} exceeds vocab_size={vocab_size}")
         if expected_tokenization_info is not None:
             self.tokenization.check_compatible(expected_tokenization_info)
-
-    def _check(self) -> None:
-        """Check the metadata, shapes, labels and token ids."""
-        metadata = self.metadata
-        version = metadata.get("format_version", FORMAT_VERSION)
-        require(version == FORMAT_VERSION, f"format_version {version}, not {FORMAT_VERSION}")
-        is_complete = {"tokenization_method", "vocab_size"} <= metadata.keys()
-        require(is_complete, "incomplete tokenization information")
-        vocab_size = int(metadata["vocab_size"])
-        self.tokenization = TokenizationInfo(
-            metadata["tokenization_method"], vocab_size, metadata.get("meta_path")
-        )
-        shape = str(self.x.shape)
-        recorded = metadata.get("x_shape", shape)  # another program's dataset may lack it
-        require(recorded == shape, f"x_shape is {recorded}, but the files hold {shape}")
-        sums_to_1 = np.allclose(self.y.sum(axis=1), 1, rtol=0, atol=LABEL_TOLERANCE)
-        require(sums_to_1 and self.y.min() >= 0, "labels do not sum to 1 within [0, 1]")
-        largest = self.x.max()
-        require(largest < vocab_size, f"token {largest} exceeds vocab_size={vocab_size}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickling a memory map would copy the whole file.
         return RewardDataset, (self.data_dir, self.split)
 
     def __len__(self) -> int:
-        return self.num_samples
+        return len(self.y)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return torch.tensor(self.x[index], dtype=torch.int64), torch.tensor(self.y[index])
@@ -107,7 +101,7 @@ class RewardDataset(Dataset):
         """
         labels = np.asarray(self.y, dtype=np.float64)
         stats: dict[str, Any] = {
-            "num_samples": self.num_samples,
+            "num_samples": len(self),
             "block_size": self.block_size,
             "tokenization_method": self.tokenization.method,
             "vocab_size": self.tokenization.vocab_size,
@@ -142,7 +136,6 @@ def create_reward_dataloaders(
     options: dict[str, Any] = {
         "batch_size": batch_size,
         "num_workers": num_workers,
-        "persistent_workers": num_workers > 0,
         "pin_memory": torch.cuda.is_available(),
     }
     order = torch.Generator().manual_seed(seed)
