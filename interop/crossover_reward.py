@@ -93,7 +93,7 @@ class TwoModels(LikelihoodRewardModel):
 
         The first token's evidence is 0.
         """
-        natural, written = self.log_probs(idx)
+        natural, written, _ = self.log_probs(idx)
         return self.score(natural - written), written
 
     def fit(self, select: Samples, report: Samples, seed: int) -> tuple[dict[str, Any], Tensor]:

@@ -89,36 +89,27 @@ class LikelihoodRewardModel(nn.Module):
         """Return how many sequences to score together: see GPT.rows_at_a_time."""
         return self.natural.rows_at_a_time()
 
-    def hidden_states(self, idx: Tensor) -> tuple[Tensor, ...]:
-        """Return the hidden states of p and of q: see GPT.trunk. Their widths C may differ."""
-        return self.natural.trunk(idx), self.generator.trunk(idx)
-
     @torch.no_grad()
     def distributions(self, hidden: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return evidence log(m/q) and log q, both (..., V) float32, of all next tokens.
 
-        hidden: the `hidden_states` (..., C). The sum of both results is log m. The probabilities
+        hidden: states (..., C) of p and of q. The sum of both results is log m. The probabilities
         of m sum to less than 1 if p exceeds e^MAX_LOG_RATIO times q for some token.
         """
         natural = self.natural.logits(hidden[0]).float().log_softmax(-1)
         written = self.generator.logits(hidden[1]).float().log_softmax(-1)
         return self.over_generator(natural - written), written
 
-    def log_probs(self, idx: Tensor) -> tuple[Tensor, Tensor]:
+    def log_probs(self, idx: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Return log-probabilities (B, T - 1) float32 of ids (B, T) under p, and under q.
 
-        The first token has none.
+        The first token has none. Also return the hidden states (B, T - 1, C) of p and of q before
+        these tokens. Their widths C may differ.
         """
-        return self.read_hidden(self.hidden_states(idx[:, :-1]), idx[:, 1:])
-
-    def read_hidden(self, hidden: tuple[Tensor, ...], tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities (...) float32 of next tokens (...) under p, and under q.
-
-        hidden: the `hidden_states` (..., C) at the positions before them.
-        """
-        natural = token_log_probs(self.natural.logits(hidden[0]), tokens)
-        written = token_log_probs(self.generator.logits(hidden[1]), tokens)
-        return natural, written
+        hidden = (self.natural.trunk(idx[:, :-1]), self.generator.trunk(idx[:, :-1]))
+        natural = token_log_probs(self.natural.logits(hidden[0]), idx[:, 1:])
+        written = token_log_probs(self.generator.logits(hidden[1]), idx[:, 1:])
+        return natural, written, hidden
 
     def over_generator(self, log_ratios: Tensor) -> Tensor:
         """Return evidence log(m/q) = log(w p/q + 1 - w) for log-ratios log p - log q (...)."""
@@ -129,7 +120,7 @@ class LikelihoodRewardModel(nn.Module):
 
     def features(self, idx: Tensor) -> Tensor:
         """Return log p - log q (B, T - 1) of ids (B, T); the first token has none."""
-        natural, written = self.log_probs(idx)
+        natural, written, _ = self.log_probs(idx)
         return natural - written
 
     def score(self, log_ratios: Tensor) -> Tensor:

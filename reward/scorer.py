@@ -4,8 +4,7 @@ Shapes: R rows of N tokens, of which some follow a prompt; C channels, V token i
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +27,7 @@ from training.checkpoint import (
 )
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """Scores of R rows, by the names of figures; what no model or function gives is left out."""
 
     reference_log_probs: Tensor  # (R, N - 1): log q of written tokens; 0 elsewhere
@@ -70,25 +68,19 @@ class RewardScorer:
                     parts.append(self._score_by_ratio(some_ids, some_written, keep_hidden))
                 else:
                     parts.append(self._score_by_head(some_ids, some_written))
-        scores = Scores(
-            torch.cat([part.reference_log_probs for part in parts]),
-            joined([part.tokens for part in parts]),
-            joined([part.rows for part in parts]),
-            joined([part.hidden for part in parts]),
-        )
-        if self.functions:
-            scores.rows["function_reward"] = torch.zeros(len(ids), device=ids.device)
+        log_probs, *by_name = zip(*parts, strict=True)
+        scores = Scores(torch.cat(log_probs), *map(joined, by_name))
         for function in self.functions:
             rewards = function(ids, written)  # (R,)
-            scores.rows["function_reward"] += function.weight * rewards
+            weighted_sum = scores.rows.get("function_reward", 0.0)
+            scores.rows["function_reward"] = weighted_sum + function.weight * rewards
             scores.rows[f"reward_{function.short_name}"] = rewards
         return scores
 
     def _score_by_ratio(self, ids: Tensor, written: Tensor, keep_hidden: bool) -> Scores:
         """Score by a likelihood model, whose generator is the reference."""
         model = self.reward_model
-        hidden = model.hidden_states(ids[:, :-1])  # (R, N - 1, C) each
-        log_p, log_q = model.read_hidden(hidden, ids[:, 1:])  # (R, N - 1) each
+        log_p, log_q, hidden = model.log_probs(ids)  # (R, N - 1) twice, (R, N - 1, C) twice
         evidence = model.score(log_p - log_q)  # (R, N)
         scores = Scores(log_q.masked_fill(~written, 0.0), {}, {"reward": model.share(evidence)}, {})
         if self.gives_evidence:
@@ -114,7 +106,7 @@ def micro_batches(model: Any, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
-def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Join the tensors of consecutive rows by name."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -137,59 +129,38 @@ def load_scorer(
     check_tokenizer(start, corpus.tokenizer)
     check_splits(start["data"], corpus.record, is_allowed=True)
     reference = build_model(start, start_path, device)
-    require(
-        reference.config.block_size >= 2,
-        f"{start_path} has block_size 1, so there is nothing to complete; use 2 or more",
-    )
     reward_model = None
     if reward_model_path is not None:
         contents = load_checkpoint(reward_model_path)
         reward_model = build_reward_model(contents, reward_model_path, device)
         check_fit(start, contents, start_path, reward_model_path)
         training = contents["training"] or {}
-        check_generator(reward_model_path, training.get("generator_sha256"), start_path)
+        generator_sha256 = training.get("generator_sha256")
         require(
-            not reward_model.is_ratio or have_same_weights(reward_model.generator, reference),
-            f"the generator in {reward_model_path} is not {start_path}: train a reward model for "
-            "this generator",
+            generator_sha256 is not None or not reward_model.is_ratio,
+            f"{reward_model_path} does not record with which generator it was made: make it with "
+            "train_reward_model.py",
         )
+        check_generator(reward_model_path, generator_sha256, start_path)
         check_skill(reward_model_path, training, allow_unpredictive)
     functions = load_functions(function_names, function_weights, corpus.tokenizer.decode)
     return RewardScorer(reference, reward_model, functions)
 
 
-def have_same_weights(one: GPT, other: GPT) -> bool:
-    """Return whether two models have equal weights under equal names."""
-    weights = one.state_dict()
-    other_weights = other.state_dict()
-    if weights.keys() != other_weights.keys():
-        return False
-    return all(torch.equal(weights[name], other_weights[name]) for name in weights)
-
-
 def check_skill(path: str, training: Mapping[str, Any], is_allowed: bool) -> None:
     """Raise UserError, or warn if `is_allowed`, unless a reward model is shown to beat a constant.
 
-    training: its record. Warn if it was measured on other than plain samples.
+    training: its record.
     """
-    temperature = training.get("temperature", "1.0")
-    top_k = training.get("top_k")
-    if temperature != "1.0" or top_k is not None:
-        warn(
-            f"{path} was made from reward data of temperature {temperature} and top_k {top_k}: "
-            "its R2 may not hold for the policy, which samples at temperature 1 from all tokens"
-        )
     skill = training.get("skill") or {}
     if better_than_constant(skill.get("r2_low")):
         return
-    finding = f"{path} does not record how well it predicts; train one with train_reward_model.py"
-    if skill:
-        finding = (
-            f"{path} is not shown to predict where its generator begins to write: "
-            f"R2 {format_figure(skill, 'r2')}, {skill['num_blocks']} blocks; train one with a "
-            "--natural_model_path that learned more natural text, and on text of at least "
-            f"{MIN_BLOCKS} blocks"
-        )
+    finding = (
+        f"{path} is not shown to predict where its generator begins to write: "
+        f"R2 {format_figure(skill, 'r2')}, {skill.get('num_blocks', 0)} blocks; train one with "
+        "train_reward_model.py and a --natural_model_path that learned more natural text, on text "
+        f"of at least {MIN_BLOCKS} blocks"
+    )
     require(
         is_allowed, f"{finding}, or optimise what may be noise: --allow_unpredictive_reward True"
     )

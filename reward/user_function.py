@@ -38,8 +38,7 @@ class RewardFunction:
         self.decode = decode
         self.weight = weight
         with self._guarded():
-            is_file = self.file.endswith(".py") and Path(self.file).is_file()
-            require(is_file, "must be FILE.py:NAME, FILE.py an existing file")
+            require(self.file.endswith(".py"), "must be FILE.py:NAME")
             self.function: Any = execute_file(self.file).get(self.short_name)
             require(callable(self.function), f"{self.file} has no function {self.short_name!r}")
 

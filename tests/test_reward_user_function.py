@@ -47,11 +47,16 @@ def error_of(work) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("named", ["mine.py", "mine:score", "mine.py:a b", "no_such.py:score"])
-def test_another_form_than_file_and_name(named):
-    assert f"reward_function={named}: must be FILE.py:NAME" in error_of(
-        lambda: RewardFunction(named)
-    )
+@pytest.mark.parametrize(
+    ("named", "finding"),
+    [
+        ("mine.py", "must be FILE.py:NAME"),
+        ("mine:score", "must be FILE.py:NAME"),
+        ("no_such.py:score", "raised FileNotFoundError"),
+    ],
+)
+def test_another_form_than_file_and_name(named, finding):
+    assert f"reward_function={named}: {finding}" in error_of(lambda: RewardFunction(named))
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_likelihood_head_learns_the_weight_of_its_natural_model(
     # the one number that is learned from labels: no other is better on the half that selects
     x, y = parts(reward_data)[0]
     with torch.no_grad():
-        natural, written = model.log_probs(x)
+        natural, written, _ = model.log_probs(x)
         loss = crossover_loss(model.output(x), y).item()
         assert loss == pytest.approx(training["val_loss"], rel=1e-4)
         for mixture in torch.linspace(-6, 6, 25):
@@ -146,7 +146,6 @@ def test_the_better_of_two_epochs_is_kept_and_an_output_until_overwritten(
     assert training["epoch"] == losses.index(min(losses)) + 1
     x, y = parts(reward_data)[0]
     assert model.loss(model.output(x), y).item() == pytest.approx(min(losses), rel=1e-5)
-    assert epochs[0]["mae_tokens"] == pytest.approx(16 * epochs[0]["mae"])
     before = folder_bytes(good["output_path"].parent)
     line = refuse_in_one_line("train_reward_model", **good, **LAST)
     assert f"{good['output_path']} exists" in line and "--overwrite True" in line
