@@ -22,7 +22,7 @@ from common.log import RunLog, print0
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from metrics.bootstrap import better_than_constant
-from metrics.reward_skill import describe_skill, measure_skill, skill_figures
+from metrics.reward_skill import describe_skill, measure_skill
 from model import GPT
 from reward.heads import LastRewardModel, LikelihoodRewardModel, RewardModel, features_of
 from reward.mixture import fit_mixture
@@ -143,8 +143,6 @@ def run(settings: RewardModelSettings) -> dict[str, Any]:
     record = {
         "generator_sha256": base_sha256,
         **figures,
-        "temperature": metadata.get("temperature", "1.0"),
-        "top_k": metadata.get("top_k"),
         "skill": skill,
     }
     training = {"settings": asdict(settings), **record}
@@ -196,11 +194,8 @@ def train_head(
             loss_sum += loss.item() * len(rows)
 
         with torch.no_grad():
-            scores = model.score(select_states)
-            val_loss = model.loss(scores, select_labels).item()
-        prediction = model.share(scores)
-        skill = skill_figures(prediction, select_labels[:, 0], model.config.block_size)
-        log.log(epoch, train_loss=loss_sum / num_samples, val_loss=val_loss, **skill)
+            val_loss = model.loss(model.score(select_states), select_labels).item()
+        log.log(epoch, train_loss=loss_sum / num_samples, val_loss=val_loss)
         figures = {"epoch": epoch, "val_loss": val_loss}
         best.update(val_loss, epoch, head.named_parameters(), figures)
         if best.reason():

@@ -30,7 +30,6 @@ SHOWN = (
     "group_std",
     "val_loss",
     "select_loss",
-    "mae",
 )
 
 

@@ -18,22 +18,14 @@ from common.device import float64
 from metrics.bootstrap import bootstrap_interval, format_figure
 
 
-def float64_pair(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as float64 vectors (n,)."""
-    # (n,) minus (n, 1) would broadcast.
-    assert prediction.shape == target.shape, (prediction.shape, target.shape)
-    assert prediction.dim() == 1 and len(target) > 0, target.shape
-    return float64(prediction), float64(target)
-
-
 def bootstrap_r_squared(
     prediction: Tensor, target: Tensor, blocks: Tensor, seed: int
 ) -> tuple[float, float] | tuple[None, None]:
     """Return the interval of R2 of predictions (n,) of targets (n,), over whole natural blocks.
 
-    blocks: (n,), the natural block of each sequence. R2 is NaN in a resample of equal targets.
+    Both are float64. blocks: (n,), the natural block of each sequence. R2 is NaN in a resample of
+    equal targets.
     """
-    prediction, target = float64_pair(prediction, target)
     block_ids, block = blocks.unique(return_inverse=True)
     centred = target - target.mean()  # keeps the digits of the sums of squares
     per_row = torch.stack(
@@ -51,17 +43,13 @@ def bootstrap_r_squared(
 
 
 def r_squared(prediction: Tensor, target: Tensor) -> float | None:
-    """Return R2 of predictions (n,): 1 is perfect, 0 a constant, None for equal targets (n,)."""
-    prediction, target = float64_pair(prediction, target)
+    """Return R2 of predictions (n,): 1 is perfect, 0 a constant, None for equal targets (n,).
+
+    Both are float64.
+    """
     if target.min() == target.max():
         return None
     return float(1 - (prediction - target).square().sum() / (target - target.mean()).square().sum())
-
-
-def skill_figures(prediction: Tensor, target: Tensor, num_tokens: int) -> dict[str, Any]:
-    """Return R2 (None if undefined), and MAE as a share and in tokens."""
-    mae = float((float64(prediction) - float64(target)).abs().mean())
-    return {"r2": r_squared(prediction, target), "mae": mae, "mae_tokens": mae * num_tokens}
 
 
 def measure_skill(
@@ -69,12 +57,19 @@ def measure_skill(
 ) -> dict[str, Any]:
     """Return all metrics of predictions (n,) of targets (n,) as plain values for records.
 
-    These are `skill_figures`, the interval `r2_low` and `r2_high`, and the sizes `num_blocks` and
-    `num_tokens`.
+    R2 is None if the targets are equal. blocks: see `bootstrap_r_squared`. The mean absolute
+    error is a share, and in tokens.
     """
+    assert prediction.shape == target.shape  # (n,) minus (n, 1) would broadcast
+    assert prediction.dim() == 1 and len(target) > 0, target.shape
+    prediction = float64(prediction)
+    target = float64(target)
     low, high = bootstrap_r_squared(prediction, target, blocks, seed)
+    mae = float((prediction - target).abs().mean())
     return {
-        **skill_figures(prediction, target, num_tokens),
+        "r2": r_squared(prediction, target),
+        "mae": mae,
+        "mae_tokens": mae * num_tokens,
         "num_tokens": num_tokens,
         "r2_low": low,
         "r2_high": high,
