@@ -15,13 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.device import evaluating
+from common.device import autocast, evaluating
 from common.distributed import ONE_RANK, Ranks
 from common.log import counted
-from data_loader import read_windows, split_windows
+from data_loader import Corpus, read_windows, split_windows, validation_part
+from metrics.bootstrap import bootstrap_blocks
 
 # Bound of log-ratios between two models' probabilities, so that no single token decides.
 MAX_LOG_RATIO = 10.0
+EVAL_TOKENS = 65_536  # tokens of a select_loss, in evenly spaced windows that are always the same
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -96,3 +98,30 @@ def perplexity(loss: float) -> float:
     if loss < 709:
         return math.exp(loss)
     return math.inf
+
+
+def measure_loss(
+    name: str,
+    model: Any,
+    corpus: Corpus,
+    seed: int,
+    dtype: torch.dtype | None = None,
+    max_rows: int = sys.maxsize,
+    ranks: Ranks = ONE_RANK,
+) -> dict[str, Any]:
+    """Return a mean loss in nats per token by its name, with its 95% interval.
+
+    name: val_loss, of the whole validation split, or select_loss, of windows of its select part.
+    seed: of the interval. dtype: as `common.device.autocast` has it. max_rows, ranks: see
+    `text_losses`.
+    """
+    tokens = corpus.val
+    max_tokens = None
+    if name == "select_loss":
+        tokens = validation_part(tokens, model.config.block_size, "select")
+        max_tokens = EVAL_TOKENS
+    with autocast(next(model.parameters()).device, dtype):
+        (losses,) = text_losses(
+            model, tokens, max_tokens=max_tokens, max_rows=max_rows, ranks=ranks
+        )
+    return bootstrap_blocks(name, losses, corpus.interval_tokens, seed)

@@ -9,8 +9,9 @@ Shapes: B sequences of T tokens.
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,13 +25,12 @@ from common.device import (
     select_device,
     select_dtype,
 )
-from common.distributed import Ranks, parallel, start_ranks
+from common.distributed import parallel, start_ranks
 from common.log import format_metrics, format_size, print0, start_tracker
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
-from data_loader import Corpus, get_batch, open_corpus, validation_part
-from losses import text_losses
-from metrics.bootstrap import bootstrap_blocks
+from data_loader import Corpus, get_batch, open_corpus
+from losses import measure_loss
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
@@ -38,7 +38,7 @@ from training import optimizers as optim
 from training.run import RESUME_HINT, Run
 
 MIN_DELTA = 0.001  # nats per character: a smaller improvement does not reset the patience
-EVAL_TOKENS = 65_536  # tokens of an evaluation, in evenly spaced windows that are always the same
+NO_CHECKPOINT = ("scratch", "resume")  # values of init_from that name no checkpoint
 # Settings that a checkpoint decides if the run starts from one
 SHAPE = ("block_size", "n_layer", "n_head", "n_embd", "bias", "position")
 
@@ -133,14 +133,6 @@ class TrainSettings(Settings):
         if self.wandb_log:
             self.tracker = "wandb"
 
-    @property
-    def start_path(self) -> str | None:
-        """Return the path or hub name of the checkpoint to start from.
-
-        Return None for new weights or a resumed run.
-        """
-        return None if self.init_from in ("scratch", "resume") else self.init_from
-
     def check_settings(self, errors: Errors) -> None:
         """Check names, schedules and the shape of new models."""
         name = self.checkpoint_name
@@ -171,7 +163,7 @@ class FurtherTrainSettings(TrainSettings):
 
 
 def run(settings: TrainSettings) -> dict[str, Any]:
-    """Train a model and save the best; return its figures, with `eval_only` its losses alone."""
+    """Train a model and save the best; return its figures, with `eval_only` only its val_loss."""
     ranks = start_ranks(select_device(settings.device))
     dtype = select_dtype(settings.dtype, ranks.device)
     require(
@@ -182,29 +174,42 @@ def run(settings: TrainSettings) -> dict[str, Any]:
     output = Path(settings.out_dir, settings.checkpoint_name)
 
     # data, and the checkpoint to start from or to evaluate, if there is one
+    path = settings.init_from
+    if settings.eval_only and path in NO_CHECKPOINT:
+        path = str(output)
     start = None
     block_size = settings.block_size
-    path = settings.start_path
-    if settings.eval_only:
-        path = path or str(output)
-    if path is not None:
-        start, model = load_start(settings, path, ranks.device)
+    if path not in NO_CHECKPOINT:
+        start = ckpt.load_checkpoint(path)
+        start["config"].dropout = settings.dropout
+        model = ckpt.build_model(start, path, ranks.device).train()
+        if not settings.eval_only:
+            fit_shape(model, settings, path)
         block_size = model.config.block_size
     corpus = open_corpus(settings.dataset, block_size + 1)
     if start is not None:
         ckpt.check_tokenizer(start, corpus.tokenizer)
+    measure = partial(
+        measure_loss,
+        corpus=corpus,
+        seed=settings.seed,
+        dtype=dtype,
+        max_rows=settings.batch_size,
+        ranks=ranks,
+    )
     if settings.eval_only:
-        losses = {}
-        for name in ("val_loss", "select_loss"):
-            losses.update(measure(model, corpus, settings, ranks, dtype, name))
-        print0(format_metrics(losses))
-        return losses
+        val_loss = measure("val_loss", model)
+        print0(format_metrics(val_loss))
+        return val_loss
+    first_batch = 0
     if start is not None:
         ckpt.check_splits(start["data"], corpus.record)
+        # not to repeat its batches
+        first_batch = (start["training"] or {}).get("batches") or 0
     if settings.compile:
         check_compiler(ranks.device)
 
-    # model: of the run to resume, of the checkpoint, or new
+    # the run, and its model: that of the saved state or of the checkpoint, or a new one
     run = Run(output, settings, corpus.record, ranks)
     run.records.tracker = start_tracker(
         settings.tracker,
@@ -213,26 +218,25 @@ def run(settings: TrainSettings) -> dict[str, Any]:
         settings.wandb_project,
         settings.wandb_run_name,
     )
-    first_batch = 0
     if run.is_resumed:
-        model, first_batch = model_to_resume(run)
+        with run.reading():
+            model = GPT(ckpt.checked_contents(run.saved)["config"])
+            first_batch = int(run.saved["first_batch"])
     elif start is None:
         model = new_model(settings, corpus.tokenizer)
-    elif start["training"] is not None:
-        first_batch = start["training"].get("batches") or 0  # not to repeat its batches
-    best = train(run, settings, model.to(ranks.device), first_batch, corpus, dtype)
+    best = train(run, settings, model.to(ranks.device), first_batch, corpus, dtype, measure)
 
     # the best model, evaluated on the whole validation split
     print0(f"Stopped at step {run.step} by {run.reason}")
     print0(f"Best select_loss: {best.value:.4f}, at step {best.at}")
     best.restore(model)
-    val_loss = measure(model, corpus, settings, ranks, dtype, "val_loss")
+    val_loss = measure("val_loss", model)
     run.log(run.step, final=True, kept_step=best.at, **val_loss)
     characters = {"characters_per_token": corpus.characters_per_token}
-    record = {**best.figures, **val_loss, **characters}
-    save_model(run, model, corpus, record)
+    figures = {**best.figures, **val_loss, **characters}
+    save_model(run, settings, model, corpus, figures)
     print0(f"Saved {run.output}")
-    return {name: record[name] for name in record if name not in ("settings", "batches")}
+    return figures
 
 
 def train(
@@ -242,10 +246,11 @@ def train(
     first_batch: int,
     corpus: Corpus,
     dtype: torch.dtype,
+    measure: Callable[[str, GPT], dict[str, Any]],
 ) -> optim.Best:
     """Train the model, and return the weights of its best evaluation, which are saved already.
 
-    Step s reads batch first_batch + s of the corpus.
+    Step s reads batch first_batch + s of the corpus. measure: see losses.measure_loss.
     """
     ranks = run.ranks
     block_size = model.config.block_size
@@ -267,20 +272,13 @@ def train(
 
     def evaluate(step: int, **figures: Any) -> None:
         """Evaluate and log a step, save the state, then the model if it is the best so far."""
-        losses = measure(model, corpus, settings, ranks, dtype, "select_loss")
+        losses = measure("select_loss", model)
         run.log(step, **figures, **losses)
-        shape = {name: getattr(model.config, name) for name in SHAPE}
-        record = {
-            "step": step,
-            "batches": first_batch + step,
-            "settings": {**asdict(settings), **shape},
-            **losses,
-        }
-        loss = losses["select_loss"]
-        best.update(loss, step, model.state_dict().items(), record)
+        record = {"step": step, "batches": first_batch + step, **losses}
+        best.update(losses["select_loss"], step, model.state_dict().items(), record)
         run.save(step)
         if best.at == step:
-            save_model(run, model, corpus, record)
+            save_model(run, settings, model, corpus, record)
 
     # loop
     if not run.is_resumed:
@@ -291,7 +289,7 @@ def train(
         start_time = time.perf_counter()
         optimizers.set_learning_rate_factor(schedule.factor(step))
         rng = random_stream(settings.seed, "train", first_batch + step)
-        seed_dropout(settings.seed, step, ranks.rank)
+        seed_step(settings.seed + ranks.rank, "dropout", step)  # ranks drop other activations
         loss_sum = torch.zeros((), device=ranks.device)
         for micro_step in range(1, settings.gradient_accumulation_steps + 1):
             # All ranks draw the same batch, and each reads its rows: x and y are (B / ranks, T).
@@ -325,22 +323,20 @@ def train(
     return best
 
 
-def save_model(run: Run, model: GPT, corpus: Corpus, record: dict[str, Any]) -> None:
-    """Write the checkpoint of a model, with a record of its training."""
+def save_model(
+    run: Run, settings: TrainSettings, model: GPT, corpus: Corpus, figures: dict[str, Any]
+) -> None:
+    """Write the checkpoint of a model, with the settings and the figures of its training."""
+    training = {"settings": asdict(settings), **figures}
     tokenization = corpus.tokenizer.to_record()
-    ckpt.save_checkpoint(run.output, model, tokenization, corpus.record, record)
+    ckpt.save_checkpoint(run.output, model, tokenization, corpus.record, training)
 
 
-def load_start(
-    settings: TrainSettings, path: str, device: torch.device
-) -> tuple[dict[str, Any], GPT]:
-    """Return a checkpoint and its model, cropped to a block size that is set.
+def fit_shape(model: GPT, settings: TrainSettings, path: str) -> None:
+    """Crop the model of a checkpoint to a block size that is set.
 
     Raise UserError if a setting contradicts the shape of the model.
     """
-    start = ckpt.load_checkpoint(path)
-    start["config"] = replace(start["config"], dropout=settings.dropout)
-    model = ckpt.build_model(start, path, device).train()
     is_set = settings.block_size != TrainSettings.block_size
     if is_set and settings.block_size < model.config.block_size:
         model.crop_block_size(settings.block_size)
@@ -351,18 +347,6 @@ def load_start(
             value in (actual, getattr(TrainSettings, name)),
             f"{name}={value}: {path} has {name}={actual}: leave out --{name}",
         )
-    return start, model
-
-
-def model_to_resume(run: Run) -> tuple[GPT, int]:
-    """Return a model of the saved shape and the number of the first batch.
-
-    `run.track` restores the weights later.
-    """
-    with run.reading():
-        parts = {"model": run.saved["model"], "config": run.saved["config"]}
-        checked = ckpt.checked_contents(parts)
-        return GPT(checked["config"]), int(run.saved["first_batch"])
 
 
 def new_model(settings: TrainSettings, tokenizer: TokenizationManager) -> GPT:
@@ -397,41 +381,6 @@ def make_schedule(settings: TrainSettings) -> optim.Schedule:
         min_factor,
         settings.lr_decay_iters,
     )
-
-
-def seed_dropout(seed: int, step: int, rank: int) -> None:
-    """Seed dropout for a step: every rank drops other activations."""
-    purpose: list[str | int] = ["dropout", step]
-    if rank > 0:
-        purpose.append(rank)
-    seed_step(seed, *purpose)
-
-
-def measure(
-    model: GPT,
-    corpus: Corpus,
-    settings: TrainSettings,
-    ranks: Ranks,
-    dtype: torch.dtype,
-    name: str,
-) -> dict[str, Any]:
-    """Return a mean loss in nats per token with its 95% interval; every rank reads its share.
-
-    val_loss: of the whole validation split; select_loss: of windows of its select part.
-    """
-    tokens = corpus.val
-    max_tokens = None
-    if name == "select_loss":
-        tokens = validation_part(tokens, model.config.block_size, "select")
-        max_tokens = EVAL_TOKENS
-    with autocast(ranks.device, dtype):
-        (losses,) = text_losses(
-            model, tokens, max_tokens=max_tokens, max_rows=settings.batch_size, ranks=ranks
-        )
-    result: dict[str, Any] = ranks.run_on_rank0(
-        lambda: bootstrap_blocks(name, losses, corpus.interval_tokens, settings.seed)
-    )
-    return result
 
 
 def main() -> None:

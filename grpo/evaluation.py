@@ -7,18 +7,16 @@ from typing import Any
 
 import torch
 
-from common.device import autocast
 from data_loader import Corpus, validation_part
 from generation.prompts import Prompts, draw_prompts
 from grpo.rollouts import complete_prompts
 from grpo.sampled import kl_estimate, sequence_rewards
-from losses import text_losses
-from metrics.bootstrap import bootstrap_blocks, bootstrap_mean
+from losses import measure_loss
+from metrics.bootstrap import bootstrap_mean
 from reward.scorer import RewardScorer
 
 EVAL_PROMPTS = 64
 EVAL_SAMPLES = 2  # completions of each prompt
-EVAL_TOKENS = 65_536  # natural tokens that an evaluation reads
 
 
 def evaluate_policy(policy: Any, scorer: RewardScorer, corpus: Corpus, seed: int) -> dict[str, Any]:
@@ -27,9 +25,7 @@ def evaluate_policy(policy: Any, scorer: RewardScorer, corpus: Corpus, seed: int
     """
     length = policy.config.block_size
     tokens = validation_part(corpus.val, length, "select")
-    with autocast(policy.transformer.wte.weight.device):
-        (losses,) = text_losses(policy, tokens, max_tokens=EVAL_TOKENS)
-    figures: dict[str, Any] = bootstrap_blocks("select_loss", losses, corpus.interval_tokens, seed)
+    figures = measure_loss("select_loss", policy, corpus, seed)
     prompts = draw_prompts(tokens, length, EVAL_PROMPTS, EVAL_SAMPLES, seed, "eval", "select")
     figures.update(measure_completions(policy, scorer, prompts, seed))
     return figures

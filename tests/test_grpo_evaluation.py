@@ -50,7 +50,7 @@ def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
     scorer = RewardScorer(reference, LikelihoodRewardModel(best, q))
     scorer.reward_model.mixture.data.fill_(30.0)
     monkeypatch.setattr("data_loader.INTERVAL_CHARACTERS", 8)
-    monkeypatch.setattr(evaluation, "EVAL_TOKENS", 64)
+    monkeypatch.setattr("losses.EVAL_TOKENS", 64)
     opened = open_corpus(str(corpus), 17)
     completed = Mock(side_effect=evaluation.complete_prompts)
     monkeypatch.setattr(evaluation, "complete_prompts", completed)

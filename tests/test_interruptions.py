@@ -69,7 +69,7 @@ def assert_same_run(folder: Path, undisturbed: Path) -> None:
 
 
 INTERRUPTIONS = st.tuples(
-    st.sampled_from([(train, "get_batch"), (train, "measure"), (os, "replace")]),
+    st.sampled_from([(train, "get_batch"), (train, "measure_loss"), (os, "replace")]),
     st.integers(1, 8),
     st.sampled_from([terminate, press_ctrl_c, send_sigint]),
 )

@@ -26,7 +26,7 @@ import train
 from common.distributed import Ranks
 from common.log import read_records
 from data_loader import read_windows, split_windows
-from losses import text_losses, token_losses
+from losses import measure_loss, text_losses, token_losses
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 
@@ -56,7 +56,6 @@ def test_weights_and_shape_are_the_checkpoints_and_dropout_the_options(options, 
     assert (ours["config"].n_layer, ours["config"].n_embd, ours["config"].block_size) == (1, 16, 16)
     assert ours["config"].dropout == 0.1 and theirs["config"].dropout == 0.0
     assert ours["training"]["val_loss"] == pytest.approx(theirs["training"]["val_loss"], abs=1e-6)
-    assert ours["training"]["settings"]["n_embd"] == 16
 
 
 def test_further_training_has_a_schedule_and_batches_of_its_own(monkeypatch, options, generator):
@@ -139,7 +138,7 @@ def test_eval_only_evaluates_the_checkpoint_that_is_named(options, generator):
 
 def test_the_evaluation_of_the_lowest_loss_is_kept(tmp_path, corpus, monkeypatch):
     losses = iter([3.0, 2.5, 2.4, 2.45])
-    monkeypatch.setattr(train, "measure", lambda *arguments: {arguments[-1]: next(losses, 2.0)})
+    monkeypatch.setattr(train, "measure_loss", lambda name, *_, **__: {name: next(losses, 2.0)})
     options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "max_iters": 6}
     out = succeed("train", **{**options, "eval_interval": 2})
     assert "Best select_loss: 2.4000" in out and "at step 4" in out
@@ -271,7 +270,7 @@ def test_patience_ends_a_run(options):
 
 def test_an_evaluation_reads_a_fixed_subset_and_gives_its_interval(monkeypatch, tmp_path, corpus):
     """Of the 52 blocks of 4 tokens of the select part 12, evenly spaced."""
-    monkeypatch.setattr(train, "EVAL_TOKENS", 51)
+    monkeypatch.setattr("losses.EVAL_TOKENS", 51)
     monkeypatch.setattr("data_loader.INTERVAL_CHARACTERS", 4)
     options = {
         **TINY_TRAIN,
@@ -301,13 +300,11 @@ def test_ranks_share_out_an_evaluation_in_batches_that_fit(
     """
     parts: list[torch.Tensor] = []
     monkeypatch.setattr(Ranks, "collect", lambda ranks, part: parts.append(part) or [part])
-    monkeypatch.setattr(Ranks, "run_on_rank0", lambda ranks, work: work())
     monkeypatch.setattr(train.GPT, "rows_at_a_time", lambda model: 3)
     model = build_model(load_checkpoint(generator))
     data = train.open_corpus(str(corpus), 17)
-    settings = train.TrainSettings(batch_size=96)
     for rank in range(num_ranks):
-        train.measure(model, data, settings, Ranks(rank, num_ranks), torch.float32, "val_loss")
+        measure_loss("val_loss", model, data, 0, ranks=Ranks(rank, num_ranks))
     windows = split_windows(len(data.val), 16, 3)
     expected = token_losses(model, [read_windows(data.val, starts, 16) for starts in windows])
     assert torch.equal(torch.cat(parts, 1), expected)

@@ -147,7 +147,7 @@ def test_train_goes_on_and_ends_in_the_same_tensors(monkeypatch, tmp_path, corpu
     """
     options = {**SETTINGS, "dataset": corpus, "out_dir": tmp_path}
     path = tmp_path / "model_checkpoint"
-    for name, number, more in (("get_batch", 12, {}), ("measure", 3, {"init_from": "resume"})):
+    for name, number, more in (("get_batch", 12, {}), ("measure_loss", 3, {"init_from": "resume"})):
         with monkeypatch.context() as patch:
             end_in_call(patch, train, name, number, terminate)
             finished = call("train", **options, **more)
