@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common.device import float64, select_device
 from common.files import read_text, write_json
-from common.log import format_metrics, print0
+from common.log import check_finite, format_metrics, print0
 from common.process import require, run_main, warn
 from common.settings import Errors, Settings, parse_settings, setting
 from cycles.text_page import open_page, present_text, read_tokens
@@ -29,14 +29,13 @@ from generation.completions import Completer
 from generation.prompts import draw_prompts, spread_prompts
 from grpo.evaluation import EVAL_SAMPLES, measure_completions
 from losses import perplexity, text_losses, token_losses
-from metrics.bootstrap import better_than_constant, block_means, bootstrap_blocks, format_figure
+from metrics.bootstrap import block_means, bootstrap_blocks, format_figure
 from metrics.calibration import fit_temperature
 from metrics.text_quality import TextQuality
 from model import GPT
 from reward.heads import build_reward_model
-from reward.scorer import RewardScorer, load_scorer
+from reward.scorer import check_skill, load_scorer
 from reward.user_function import RESERVED_ENDINGS
-from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 
 SEED = 42  # of intervals and samples
@@ -126,6 +125,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     split = corpus.folder / f"{settings.split}.bin"
     tokens = open_token_file(split, settings.split, corpus.tokenizer.vocab_size, 2)
     scorer = None
+    reward_model = None
     if settings.reward_model_path is not None or settings.reward_function:
         start_path = str(settings.baseline)
         scorer = load_scorer(
@@ -137,6 +137,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
             settings.function_weight,
             device,
         )
+        reward_model = scorer.reward_model
 
     # Models of the same context share the measure of text quality.
     quality_at = functools.cache(functools.partial(load_text_quality, settings, corpus, tokens))
@@ -150,13 +151,12 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     for path in dict.fromkeys(paths):
         model = load_model(path, corpus, device, context)
         length = model.config.block_size
+        if settings.baseline is not None:
+            context = length
         part: np.ndarray = tokens
         if settings.part != "whole":
             part = validation_part(tokens, length, settings.part)
-        losses, figures = measure_losses(model, corpus, part, settings, path, baseline_losses)
-        if settings.baseline is not None:
-            context = length
-            baseline_losses = baseline_losses or losses
+        figures = measure_losses(model, corpus, part, settings, baseline_losses)
         if path in settings.checkpoints:
             results[path] = figures
             if settings.samples is not None and corpus.tokenizer.method != "ids":
@@ -164,7 +164,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
                 completer = Completer(model, length)
                 figures["quality"] = quality.of_model(completer)
                 temperature = figures["quality"]["temperature"]
-                figures["passages"] = write_passages(completer, quality, temperature, scorer)
+                figures["passages"] = write_passages(completer, quality, temperature, reward_model)
                 if figures["quality"]["is_reached"]:
                     save_temperature(path, temperature, settings.output_path)
             if scorer is not None:
@@ -186,14 +186,10 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
     reward_model = build_reward_model(contents, path, device)
     needed = "use a reward model with --head likelihood"
     require(reward_model.is_ratio, f"the head of {path} has no output per token: {needed}")
-    record = contents["tokenization"]
-    require(record is not None, f"{path} does not record how its text is tokenized")
-    tokenizer = TokenizationManager.from_record(record)
+    tokenizer = ckpt.choose_tokenizer(contents, None)
     ids = tokenizer.encode(read_text(text_path))
     page = open_page(text_path, len(ids), settings.output_path)
-    skill = (contents["training"] or {}).get("skill") or {}
-    if not better_than_constant(skill.get("r2_low")):
-        warn(f"{path} is not shown to predict where its generator begins to write")
+    check_skill(path, contents["training"] or {}, is_allowed=True)
     present_text(
         page,
         Path(text_path).name,
@@ -205,7 +201,7 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
     )
 
 
-def load_model(path: str, corpus: Corpus, device: torch.device, context: int | None = None) -> GPT:
+def load_model(path: str, corpus: Corpus, device: torch.device, context: int | None) -> GPT:
     """Load a generator that reads the corpus's tokens, and crop it to the baseline's context.
 
     Raise UserError if its own context is shorter.
@@ -229,13 +225,13 @@ def measure_losses(
     corpus: Corpus,
     tokens: np.ndarray,
     settings: EvaluateSettings,
-    path: str,
-    baseline_losses: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the losses (n,) of tokens (n + 1,) by name, and their means with intervals.
+    baseline_losses: dict[str, Tensor],
+) -> dict[str, Any]:
+    """Return the mean losses of tokens (n + 1,) with intervals: `loss` and, with --calibrate,
+    `calibrated_loss`.
 
-    The names are `loss` and, with --calibrate, `calibrated_loss`. With --baseline the figures have
-    paired differences from the baseline's losses, which are empty if this model is the baseline.
+    With --baseline also the paired differences from the baseline's losses (n,) by name, which are
+    added if this model is the first, the baseline.
     """
     losses = {"loss": text_losses(model, tokens)[0]}
     figures: dict[str, Any] = {}
@@ -249,14 +245,11 @@ def measure_losses(
     for name, values in losses.items():
         figures.update(bootstrap_blocks(name, values, corpus.interval_tokens, SEED))
         if settings.baseline is not None:
-            change = values - baseline_losses.get(name, values)
+            change = values - baseline_losses.setdefault(name, values)
             name = name.replace("loss", "difference")
             figures.update(bootstrap_blocks(name, change, corpus.interval_tokens, SEED))
     figures["perplexity"] = perplexity(figures["loss"])
-    require(
-        math.isfinite(figures["perplexity"]),
-        f"the loss of {path} is not finite: the model has diverged; use an earlier checkpoint",
-    )
+    check_finite(figures)
     num_tokens = len(losses["loss"])
     figures["tokens"] = num_tokens
     if corpus.tokenizer.method != "ids":  # these have no text
@@ -264,7 +257,7 @@ def measure_losses(
         bits = figures["loss"] * num_tokens / math.log(2)
         figures["characters_per_token"] = len(text) / num_tokens
         figures["bits_per_byte"] = bits / len(text.encode())
-    return losses, figures
+    return figures
 
 
 def load_text_quality(
@@ -287,7 +280,7 @@ def load_text_quality(
 
 @torch.no_grad()
 def write_passages(
-    completer: Completer, quality: TextQuality, temperature: float, scorer: RewardScorer | None
+    completer: Completer, quality: TextQuality, temperature: float, reward_model: Any
 ) -> list[dict[str, Any]]:
     """Let a model continue prompts from the text of `quality`.
 
@@ -297,9 +290,6 @@ def write_passages(
     prompts = spread_prompts(
         quality.tokens, completer.length, NUM_PASSAGES, PASSAGE_PROMPT_SHARE, SEED
     )
-    reward_model = None
-    if scorer is not None:
-        reward_model = scorer.reward_model
     passages = []
     start = int(prompts.prefix_lengths[0])
     for row in prompts.complete(completer, temperature).ids.flatten(0, 1):  # (N,)
@@ -321,7 +311,8 @@ def save_temperature(path: str, temperature: float, output_path: str | None) -> 
     if file.resolve().parent != folder or not file.is_file():
         return
     try:
-        write_json(file.with_suffix(".sampling.json"), {"temperature": temperature})
+        record = {"temperature": temperature, "sha256": ckpt.hash_model(path)}
+        write_json(file.with_suffix(".sampling.json"), record)
     except OSError as error:
         warn(f"the temperature is not saved for sample.py: {error}")
 

@@ -22,7 +22,7 @@ from common.settings import Settings, parse_settings, setting
 from generation.completions import generate
 from generation.sampling import Sampling
 from tokenization_manager import TokenizationManager
-from training.checkpoint import build_model, choose_tokenizer, load_checkpoint
+from training.checkpoint import build_model, choose_tokenizer, hash_model, load_checkpoint
 
 DEFAULT_TEMPERATURE = 0.8
 SEPARATOR = "\n---------------\n"
@@ -74,14 +74,18 @@ def encode_start(tokenizer: TokenizationManager, start: str | None) -> np.ndarra
 
 
 def choose_temperature(path: str) -> tuple[float, str]:
-    """Return the temperature that evaluate.py found for a checkpoint, else 0.8; and the reason."""
+    """Return the temperature that evaluate.py found for a checkpoint, else 0.8; and the reason.
+
+    The temperature of other weights, which were in the file before, does not count.
+    """
     saved = Path(path).with_suffix(".sampling.json")
-    if not saved.is_file():
-        return DEFAULT_TEMPERATURE, "the default; evaluate.py --samples finds a better one"
-    with reading(saved, "delete it"):
-        record = json.loads(saved.read_text(encoding="utf-8"))
-        sampling = Sampling(float(record["temperature"]))
-    return sampling.temperature, f"as diverse as natural text, by {saved}"
+    if saved.is_file():
+        with reading(saved, "delete it"):
+            record = json.loads(saved.read_text(encoding="utf-8"))
+            if record.get("sha256") == hash_model(path):
+                sampling = Sampling(float(record["temperature"]))
+                return sampling.temperature, f"as diverse as natural text, by {saved}"
+    return DEFAULT_TEMPERATURE, "the default; evaluate.py --samples finds a better one"
 
 
 def main() -> None:

@@ -74,7 +74,6 @@ class Stage:
         if self.script is None:
             with atomic_path(self.artefact) as partial:
                 shutil.copyfile(settings.base_model_path, partial)
-            self.artefact.with_suffix(".sampling.json").unlink(missing_ok=True)  # of other weights
             return {}
         figures: dict[str, Any] = self.script.run(settings)
         if self.script is not evaluate:

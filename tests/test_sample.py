@@ -12,7 +12,7 @@ import torch
 from helpers import TINY_MODEL, call, make_checkpoint, refuse, refuse_in_one_line, succeed, weights
 
 from sample import SampleSettings
-from training.checkpoint import build_model, load_checkpoint, save_checkpoint
+from training.checkpoint import build_model, hash_model, load_checkpoint, save_checkpoint
 
 
 def test_texts_begin_with_the_start_and_depend_on_the_seed(tmp_path, generator):
@@ -50,9 +50,10 @@ def test_the_temperature_is_that_of_the_checkpoint_or_the_default(tmp_path, gene
     path = Path(shutil.copy(generator, tmp_path / "model.pt"))
     options = {"checkpoint_path": path, "max_new_tokens": 5, "num_samples": 1, "device": "cpu"}
     saved = path.with_suffix(".sampling.json")
+    found = f'{{"temperature": 1.25, "sha256": "{hash_model(path)}"}}'
     cases = {
-        '{"temperature": 1.25}': "temperature 1.25: as diverse as",
-        '{"temperature": -1}': "ERROR: .* cannot be read",
+        found: "temperature 1.25: as diverse as",
+        found.replace("1.25", "-1"): "ERROR: .* cannot be read",
         "[]": "ERROR: .* cannot be read",
     }
     assert call("sample", **options).err.startswith("temperature 0.80: the default; ")
@@ -60,9 +61,11 @@ def test_the_temperature_is_that_of_the_checkpoint_or_the_default(tmp_path, gene
         saved.write_text(content)
         assert re.match(said, call("sample", **options).err)
     assert call("sample", **options, temperature=1.0).err == ""
+    saved.write_text(found)
     contents = load_checkpoint(generator)
-    save_checkpoint(path, build_model(contents), None, None, {})
-    assert not saved.exists()  # other weights have no temperature yet
+    save_checkpoint(path, build_model(contents), contents["tokenization"], None, {})
+    # other weights have no temperature yet
+    assert call("sample", **options).err.startswith("temperature 0.80: the default; ")
 
 
 @pytest.mark.parametrize("form", ["seeds", "nanoGPT"])

@@ -193,7 +193,10 @@ WRONG = [
     (contents(training={"skill": 3}), "invalid skill"),
     (contents(training=[1]), "cannot be read ('list' object has no attribute 'get')"),
     (contents(tokenization=[5]), "cannot be read ("),
-    (contents(model=state("lm_head.weight", [1.0])), "lm_head.weight is not a tensor of finite"),
+    (
+        contents(model=state("lm_head.weight", [1.0])),
+        "cannot be read ('list' object has no attribute",
+    ),
     (
         contents(model=state(BIAS, torch.full((8,), torch.nan))),
         "ln_f.bias is not a tensor of finite floats",

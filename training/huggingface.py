@@ -23,7 +23,8 @@ from tokenization_manager import BPE_VOCAB_SIZE, TokenizationManager
 # A text and its tokens in GPT-2's encoding, which others do not share.
 GPT2_TEXT = "Crossover: don't re-tokenize\n"
 GPT2_IDS = [34, 23954, 25, 836, 470, 302, 12, 30001, 1096, 198]
-MODEL_TYPES = {"learned": "gpt2", "rope": "gpt_neox"}  # by GPTConfig.position
+# By model type of transformers: GPTConfig.position, and their setting for the activation.
+MODEL_TYPES = {"gpt2": ("learned", "activation_function"), "gpt_neox": ("rope", "hidden_act")}
 WAY_OUT = "use GPT-2 or what interop/export.py writes; other models: TRL, see docs/guide.md"
 # Fields of GPTConfig, and the settings of transformers that mean the same.
 SETTINGS = {
@@ -141,16 +142,15 @@ def find_tokenizer(folder: Path, chars: str | None) -> TokenizationManager | Non
 
 def our_config(theirs: Any) -> GPTConfig:
     """Convert a transformers config to a GPTConfig. Raise UserError if it cannot represent it."""
-    is_known = theirs.model_type in MODEL_TYPES.values()
-    require(is_known, f"a model of type {theirs.model_type!r}")
-    config = GPTConfig(vocab_size=theirs.vocab_size, position="learned")
+    require(theirs.model_type in MODEL_TYPES, f"a model of type {theirs.model_type!r}")
+    position, their_activation = MODEL_TYPES[theirs.model_type]
+    config = GPTConfig(
+        vocab_size=theirs.vocab_size,
+        position=position,
+        activation=getattr(theirs, their_activation),
+    )
     for name, their_name in SETTINGS.items():
         setattr(config, name, getattr(theirs, their_name))
-    if theirs.model_type == "gpt_neox":
-        config.position = "rope"
-        config.activation = theirs.hidden_act
-    else:
-        config.activation = theirs.activation_function
     if config.activation in GELU_TANH:
         config.activation = "gelu_tanh"
     problem = config.problem()
@@ -170,6 +170,7 @@ def their_settings(config: GPTConfig) -> dict[str, Any]:
         activation = GELU_TANH[0]
     if config.position == "learned":
         settings.update(
+            model_type="gpt2",
             n_inner=4 * config.n_embd,
             scale_attn_weights=True,
             scale_attn_by_inverse_layer_idx=False,
@@ -178,6 +179,7 @@ def their_settings(config: GPTConfig) -> dict[str, Any]:
         )
     else:
         settings.update(
+            model_type="gpt_neox",
             rope_parameters={
                 "rope_type": "default",
                 "rope_theta": 10000.0,
@@ -218,7 +220,6 @@ def their_model(config: GPTConfig, state: Mapping[str, Tensor], **settings: Any)
     """
     transformers = load_transformers()
     their_config = transformers.AutoConfig.for_model(
-        MODEL_TYPES[config.position],
         vocab_size=config.num_real_tokens,
         **their_settings(config),
         **dict.fromkeys(DROPOUTS, config.dropout),
