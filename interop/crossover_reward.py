@@ -5,7 +5,7 @@
 Shapes: B sequences of T tokens, V token ids; n natural blocks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from common.device import evaluating
 from common.files import load_state, reading, save_state
 from common.log import print0
 from common.process import UserError, require, run_main, warn
 from interop.samples import Samples, draw_samples
 from interop.trunk_head import TrunkHead, copy_tensors
+from losses import token_log_probs
 from metrics.bootstrap import better_than_constant
 from metrics.reward_skill import describe_skill, measure_skill
 from model import GPTConfig
@@ -42,32 +44,27 @@ class CausalModel(nn.Module):
     Its `trunk` returns logits (B, T, V), because what follows the last layer differs by model.
     """
 
-    def __init__(self, model: nn.Module, vocab_size: int) -> None:
+    def __init__(self, model: Any, vocab_size: int) -> None:
         super().__init__()
         self.model = model
         self.config = GPTConfig(vocab_size=vocab_size)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Within, the model is in evaluation mode, with adapters disabled."""
-        was_training = self.model.training
+        """Disable dropout, gradients and adapters."""
         without_adapters = getattr(self.model, "disable_adapter", nullcontext)
-        self.model.eval()
-        try:
-            with without_adapters():
-                yield
-        finally:
-            self.model.train(was_training)
+        with evaluating(self.model), without_adapters():
+            yield
 
     def outputs(self, idx: Tensor, **options: Any) -> Any:
-        """Return what the model returns for sequences (B, T), with adapters disabled.
+        """Return what the frozen model returns for sequences (B, T).
 
         Only right padding is allowed.
         """
         with self.frozen():
             return self.model(input_ids=idx, use_cache=False, **options)
 
-    def trunk(self, idx: Tensor, context: None = None) -> Tensor:
+    def trunk(self, idx: Tensor) -> Tensor:
         """Return the logits (B, T, V) of sequences (B, T): see `outputs`."""
         return self.outputs(idx).logits
 
@@ -85,16 +82,10 @@ class TwoModels(LikelihoodRewardModel):
 
     kind = "a weight of two models"
     missing = "the reward has no weight yet: call its fit(), or pass weight="
-    finding = "the reward does not predict where the generator's text begins"
-    way_out = "use a better natural model, or more text"
-
-    def read(self, idx: Tensor) -> tuple[Tensor, Tensor]:
-        """Return evidence log(m/q) (B, T) and log-probabilities under q (B, T - 1) of ids (B, T).
-
-        The first token's evidence is 0.
-        """
-        natural, written, _ = self.log_probs(idx)
-        return self.score(natural - written), written
+    finding = (
+        "the reward does not predict where the generator's text begins: "
+        "use a better natural model, or more text"
+    )
 
     def fit(self, select: Samples, report: Samples, seed: int) -> tuple[dict[str, Any], Tensor]:
         """Fit the mixture to samples; return figures, and P(natural) (m,) of those to report."""
@@ -102,7 +93,6 @@ class TwoModels(LikelihoodRewardModel):
         figures = fit_mixture(self, log_ratios, select.labels().to(log_ratios.device))
         with torch.no_grad():
             prediction = self.share(self.score(features_of(self, report.ids.numpy())))
-        print0(f"Weight of the natural model: {figures['mixture']:.3f}")
         return figures, prediction
 
     def fitted(self) -> dict[str, Tensor]:
@@ -150,8 +140,6 @@ class CrossoverReward:
         self.device = generator.device
         self.is_fitted = False
         self.figures: dict[str, Any] = {}  # of the last fit
-        # The generator of the last fit is known by log q of a sample `ids` (1, T).
-        self.known_by: dict[str, Any] | None = None
         if natural is None:
             vocab_size = generator.config.get_text_config().vocab_size
             self.head = TrunkHead(CausalModel(generator.eval(), vocab_size))
@@ -183,7 +171,7 @@ class CrossoverReward:
         require(self.is_fitted, self.head.missing)
         padded = [torch.tensor(row, device=self.device) for row in rows]
         ids = pad_sequence(padded, batch_first=True, padding_value=-1)  # (B, T)
-        evidence = [self.head.read(part)[0] for part in ids.clamp(min=0).split(ROWS)]
+        evidence = [self.head.output(part) for part in ids.clamp(min=0).split(ROWS)]
         return torch.cat(evidence).masked_fill(ids < 0, 0.0)
 
     def token_probabilities(self, rows: Rows) -> Tensor:
@@ -245,37 +233,36 @@ class CrossoverReward:
         require(is_enough, f"{count} blocks of {T} tokens: at least four of two tokens are needed")
         print0(f"Fitting the reward to {SAMPLES * count:,} crossover samples of {T} tokens")
         samples = draw_samples(self.head.generator.model, blocks, SAMPLES, seed)
-        is_report = samples.blocks >= count // 2
-        select = samples.pick(~is_report)
-        report = samples.pick(is_report)
+        select = samples.pick(samples.blocks < count // 2)
+        report = samples.pick(samples.blocks >= count // 2)
         with self._unchanged_after_error():
             figures, prediction = self.head.fit(select, report, seed)
             figures.update(measure_skill(prediction, report.shares(), report.blocks, T, seed))
-            known_by = {"ids": select.ids[:1]}
-            figures["log_q"] = self._log_q(known_by)
+            # The generator is known by log q of a sample.
+            figures["sample"] = select.ids[0].tolist()
+            figures["log_q"] = self._log_q(figures["sample"])
             print0(describe_skill(figures))
             if not better_than_constant(figures["r2_low"]):
-                finding = f"{self.head.finding}: {self.head.way_out}"
                 way_on = "a program continues with fit(..., allow_unpredictive=True)"
-                require(allow_unpredictive, f"{finding} ({way_on})")
-                warn(finding)
+                require(allow_unpredictive, f"{self.head.finding} ({way_on})")
+                warn(self.head.finding)
         self.is_fitted = True
         self.figures = figures
-        self.known_by = known_by
         return figures
 
-    def _log_q(self, samples: Mapping[str, Any]) -> float:
-        """Return the generator's mean log-probability of the tokens of the first sample."""
-        return self.head.read(samples["ids"][:1].to(self.device))[1].mean().item()
+    def _log_q(self, sample: Sequence[int]) -> float:
+        """Return the generator's mean log-probability of the tokens (T,) of a sample."""
+        ids = torch.tensor([sample], device=self.device)
+        logits = self.head.generator.trunk(ids)[:, :-1]
+        return token_log_probs(logits, ids[:, 1:]).mean().item()
 
     def save(self, path: str | Path) -> None:
-        """Write the fitted weight or head, its figures and its samples to a file."""
-        require(self.is_fitted, self.head.missing)
+        """Write the fitted weight or head and its figures to a file."""
+        require(bool(self.figures), "the reward was not fitted: call its fit() first")
         state = {
             "kind": self.head.kind,
             "tensors": self.head.fitted(),
             "figures": self.figures,
-            "samples": self.known_by,
         }
         save_state(path, state)
 
@@ -290,13 +277,10 @@ class CrossoverReward:
             require(kind == self.head.kind, f"it holds {kind}, not {self.head.kind}")
             copy_tensors(state["tensors"], self.head.fitted())
             figures = dict(state["figures"])
-            samples = state["samples"]
-            if samples is not None:
-                difference = abs(self._log_q(samples) - figures["log_q"])
-                require(difference < MAX_DIFFERENCE, "it was fitted to another generator")
+            difference = abs(self._log_q(figures["sample"]) - figures["log_q"])
+            require(difference < MAX_DIFFERENCE, "it was fitted to another generator")
         self.is_fitted = True
         self.figures = figures
-        self.known_by = samples
 
 
 def common_vocab_size(models: Sequence[Any], tokenizers: Sequence[Any]) -> int:

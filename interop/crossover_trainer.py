@@ -22,15 +22,15 @@ from common.process import require
 from interop.crossover_reward import CausalModel, CrossoverReward, TwoModels
 from interop.exact_credit import check_logits, exact_terms
 
-# Plain sampling, the only one that the formulas score: allowed values of GRPOConfig's fields.
-PLAIN_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "temperature": (1.0,),
-    "top_p": (1.0,),
-    "top_k": (0, None),
-    "min_p": (None,),
-    "repetition_penalty": (1.0,),
-    "generation_kwargs": (None, {}),
-    "vllm_structured_outputs_regex": (None,),
+# Plain sampling, the only one that the formulas score: values of GRPOConfig's fields.
+PLAIN_SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "generation_kwargs": None,
+    "vllm_structured_outputs_regex": None,
 }
 # Nats per token by which one model's log-probabilities may differ between two precisions.
 MAX_START_DIFFERENCE = 0.1
@@ -71,11 +71,11 @@ class CrossoverTrainer(GRPOTrainer):
             "repeatedly (docs/results.md): pass natural= to the reward",
         )
         args = copy.copy(args or GRPOConfig("trl_model"))
-        for field, allowed in PLAIN_SAMPLING.items():
+        for field, plain in PLAIN_SAMPLING.items():
             value = getattr(args, field)
             require(
-                value in allowed,
-                f"{field}={value}: must be {allowed[0]}, the sampling that the formulas score",
+                value == plain,
+                f"{field}={value}: must be {plain}, the sampling that the formulas score",
             )
         args.disable_dropout = True
         # TRL needs a function. Alone, the crossover reward is one whose advantages are replaced.
@@ -103,9 +103,8 @@ class CrossoverTrainer(GRPOTrainer):
         policy = self.accelerator.unwrap_model(self.model)
         generator = head.generator
         if is_peft_model(policy):
-            is_same = generator.model in (policy, policy.get_base_model())
             # A model with a name was loaded twice, by the reward and by TRL: keep one.
-            if is_same or model == reward.given_generator:
+            if reward.given_generator in (model, policy.get_base_model()):
                 generator.model = policy  # read with its adapters off
         else:
             require(

@@ -9,7 +9,6 @@ differ by model; V token ids that all models have.
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from trl.kernels import ChunkedLogProbFunction
@@ -65,9 +64,9 @@ def exact_terms(
     weights = weights[mask]
     frozen = []
     for model in (head.natural, head.generator):  # before the policy, because adapters are off
-        with torch.no_grad(), model.frozen():
+        with model.frozen():
             frozen.append(states_before(model, ids, attention_mask, C)[mask])  # (m, H)
-    layer = output_layer(policy)
+    layer = policy.model.get_output_embeddings()
     states = states_before(policy, ids, attention_mask, C)[mask]  # (m, H)
     states = states.to(layer.weight.dtype)  # which cast_lm_head_to_fp32 changes
     trained = [weight for weight in layer.parameters() if weight.requires_grad]
@@ -110,22 +109,9 @@ def exact_terms(
     return results
 
 
-def base_of(model: CausalModel) -> Any:
-    """Return the model of transformers, without PEFT's class around it."""
-    base: Any = model.model
-    if is_peft_model(base):
-        return base.get_base_model()
-    return base
-
-
-def output_layer(model: CausalModel) -> Any:
-    """Return the layer that maps hidden states to logits."""
-    return base_of(model).get_output_embeddings()
-
-
 def states_before(model: CausalModel, ids: Tensor, attention_mask: Tensor, count: int) -> Tensor:
     """Return the last hidden states (B, count, H) before each of the last `count` tokens."""
-    trunk = base_of(model).base_model
+    trunk = model.model.get_decoder()
     # For a natural model with learned positions; TRL itself passes none.
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     output = trunk(
@@ -137,17 +123,17 @@ def states_before(model: CausalModel, ids: Tensor, attention_mask: Tensor, count
 @torch.no_grad()
 def logits_of(model: CausalModel, states: Tensor) -> Tensor:
     """Return the logits (m, V) float32 of hidden states (m, H), without a gradient."""
-    return output_layer(model)(states)[:, : model.config.vocab_size].float()
+    return model.model.get_output_embeddings()(states)[:, : model.config.vocab_size].float()
 
 
 @torch.no_grad()
 def check_logits(model: CausalModel) -> None:
     """Raise UserError if `logits_of` does not return the logits of a model."""
-    ids = torch.tensor([[0, 1]], device=base_of(model).device)
+    ids = torch.tensor([[0, 1]], device=model.model.device)
     expected = model.trunk(ids)[0, :1, : model.config.vocab_size].float()
     found = logits_of(model, states_before(model, ids, torch.ones_like(ids), 1)[0])
-    is_linear = isinstance(output_layer(model), nn.Linear)
+    is_linear = isinstance(model.model.get_output_embeddings(), nn.Linear)
     is_plain = is_linear and bool((found - expected).norm() <= MAX_LOGIT_ERROR * expected.norm())
     rule = "logits must come from a linear layer, neither adapted nor scaled nor capped"
-    name = type(base_of(model)).__name__
+    name = model.model.config.model_type
     require(is_plain, f"{name} does not fit: its {rule}: use another model, or adapt other layers")

@@ -31,8 +31,10 @@ class TrunkHead(nn.Module):
     """
 
     missing = "the reward has no head yet: call its fit(), or load()"
-    finding = "the head on this model's states does not predict where its text begins"
-    way_out = "small models' states do not: use a larger model, or a natural model, or more text"
+    finding = (
+        "the head on this model's states does not predict where its text begins: "
+        "small models' states do not: use a larger model, or a natural model, or more text"
+    )
     layer: Tensor  # () int64: number of blocks before the states that are read
 
     def __init__(self, generator: Any) -> None:
@@ -60,13 +62,10 @@ class TrunkHead(nn.Module):
         return inputs.clamp(-MAX_FLOAT16, MAX_FLOAT16).half(), log_q
 
     @torch.no_grad()
-    def read(self, idx: Tensor) -> tuple[Tensor, Tensor]:
-        """Return evidence (B, T) and log-probabilities under q (B, T - 1) of ids (B, T).
-
-        The first token's evidence is 0.
-        """
-        inputs, log_q = self.inputs(idx, [int(self.layer)])
-        return F.pad(self.state_head(inputs[0])[:, 1:], (1, 0)), log_q
+    def output(self, idx: Tensor) -> Tensor:
+        """Return the evidence (B, T) of ids (B, T); the first token's is 0."""
+        inputs, _ = self.inputs(idx, [int(self.layer)])
+        return F.pad(self.state_head(inputs[0])[:, 1:], (1, 0))
 
     def collect(self, ids: Tensor, layers: Sequence[int]) -> Tensor:
         """Return the head's inputs (L, m, T, C + 1) float16 of sequences (m, T), on the CPU."""
@@ -118,7 +117,7 @@ class TrunkHead(nn.Module):
             f"{by_layer} (a constant: {constant:.3f})"
         )
         batches = report.ids.split(self.generator.rows_at_a_time())
-        evidence = [self.read(part.to(self.device))[0] for part in batches]
+        evidence = [self.output(part.to(self.device)) for part in batches]
         return best.figures, natural_share(torch.cat(evidence)).cpu()
 
     def fitted(self) -> dict[str, Tensor]:
