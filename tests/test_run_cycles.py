@@ -325,7 +325,7 @@ def test_all_faults_of_all_sections_are_reported_before_anything_is_made(tmp_pat
     config.write_text(CONFIG)
     options["train_grpo.reward_function"] = "no.py:f"
     line = refuse_in_one_line("run_cycles", str(config), **options)
-    assert "reward_function=no.py:f: must be" in line
+    assert "reward_function=no.py:f: raised FileNotFoundError" in line
     message = refuse("run_cycles", max_iters=3, **options)
     assert "Unrecognized options: --max_iters" in message and "--train.max_iters" in message
     assert not (tmp_path / "out").exists()
