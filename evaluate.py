@@ -184,8 +184,10 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
     path = str(settings.reward_model_path)
     contents = ckpt.load_checkpoint(path)
     reward_model = build_reward_model(contents, path, device)
-    needed = "use a reward model with --head likelihood"
-    require(reward_model.is_ratio, f"the head of {path} has no output per token: {needed}")
+    require(
+        reward_model.is_ratio,
+        f"the head of {path} has no output per token: use a reward model with --head likelihood",
+    )
     tokenizer = ckpt.choose_tokenizer(contents, None)
     ids = tokenizer.encode(read_text(text_path))
     page = open_page(text_path, len(ids), settings.output_path)

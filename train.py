@@ -232,8 +232,7 @@ def run(settings: TrainSettings) -> dict[str, Any]:
     best.restore(model)
     val_loss = measure("val_loss", model)
     run.log(run.step, final=True, kept_step=best.at, **val_loss)
-    characters = {"characters_per_token": corpus.characters_per_token}
-    figures = {**best.figures, **val_loss, **characters}
+    figures = {**best.figures, **val_loss, "characters_per_token": corpus.characters_per_token}
     save_model(run, settings, model, corpus, figures)
     print0(f"Saved {run.output}")
     return figures
@@ -328,8 +327,7 @@ def save_model(
 ) -> None:
     """Write the checkpoint of a model, with the settings and the figures of its training."""
     training = {"settings": asdict(settings), **figures}
-    tokenization = corpus.tokenizer.to_record()
-    ckpt.save_checkpoint(run.output, model, tokenization, corpus.record, training)
+    ckpt.save_checkpoint(run.output, model, corpus.tokenizer.to_record(), corpus.record, training)
 
 
 def fit_shape(model: GPT, settings: TrainSettings, path: str) -> None:

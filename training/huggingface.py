@@ -73,14 +73,12 @@ def load_transformers() -> Any:
 @cache
 def download_model(name: str) -> Path:
     """Return the folder of one of GPT-2's models on the hub, from the cache or downloaded."""
-    load_transformers()
-    import huggingface_hub  # a requirement of transformers
-
+    hub = import_optional("huggingface_hub")
     repository = f"openai-community/{name}"
     patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
     command = f"`hf download {repository} --local-dir FOLDER`"
     with reading(name, f"with a network, run {command}, then pass FOLDER"):
-        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
+        return Path(hub.snapshot_download(repository, allow_patterns=patterns))
 
 
 def read_folder(folder: str | Path) -> dict[str, Any]:
@@ -165,9 +163,7 @@ def our_config(theirs: Any) -> GPTConfig:
 def their_settings(config: GPTConfig) -> dict[str, Any]:
     """Return transformers settings for a GPTConfig: GPT-NeoX for rotary positions, else GPT-2."""
     settings = {their_name: getattr(config, name) for name, their_name in SETTINGS.items()}
-    activation = "gelu"
-    if config.activation == "gelu_tanh":
-        activation = GELU_TANH[0]
+    activation = {"gelu": "gelu", "gelu_tanh": GELU_TANH[0]}[config.activation]
     if config.position == "learned":
         settings.update(
             model_type="gpt2",
