@@ -8,7 +8,7 @@ base_model_v(n+1).pt and evaluation_v(n+1).json. The controls, if the settings f
 has their sections, are control_plain_v(n+1).pt, control_sampled_v(n+1).pt and
 control_distil_v(n+1).pt, and controls_v(n+1).json is their evaluation. cycles.json is the ledger of
 results; report.html is the report, written after each stage. A stage is done if its artefact exists
-and the ledger has the same script, settings and hashes of inputs: repeat the command to continue.
+and the ledger has the same settings and hashes of inputs: repeat the command to continue.
 """
 
 import gc
@@ -16,14 +16,14 @@ import os
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from common.device import select_device
-from common.files import lock_output
+from common.files import dataset_folder, lock_output
 from common.log import print0
 from common.process import require, run_main, warn
 from common.settings import (
@@ -37,13 +37,12 @@ from common.settings import (
 )
 from corpus.encode import Text, find_texts, prepare_corpus, titles_of
 from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
-from cycles.ledger import Ledger, Record
+from cycles.ledger import Ledger
 from cycles.page import write_page
-from cycles.plan import Stage, corpora, make_plan
+from cycles.plan import Stage, make_plan
 from cycles.results import Results
-from cycles.summary import expectation, headline
+from cycles.summary import headline
 from evaluate import EvaluateSettings
-from metrics.bootstrap import better_than_constant
 from reward.user_function import execute_file, load_functions
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager
@@ -80,17 +79,16 @@ class CycleSettings(Settings):
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps, for every stage"""
 
+    def __post_init__(self) -> None:
+        self.natural_dataset = str(dataset_folder(self.natural_dataset or self.dataset))
+        self.dataset = str(dataset_folder(self.dataset))
+
     def check_settings(self, errors: Errors) -> None:
         """Refuse settings that would be ignored."""
-        if self.natural_text:
-            errors.check(
-                bool(self.text),
-                "natural_text is ignored without text",
-                "Pass your text with --text",
-            )
-            is_only_source = self.natural_model is None
-            error = "natural_text and natural_model are both given"
-            errors.check(is_only_source, error, "Leave out one of them")
+        if not self.text:
+            self.check_ignored(errors, ["natural_text"], "without text")
+        if self.natural_model is not None:
+            self.check_ignored(errors, ["natural_text"], "with natural_model")
 
 
 # The sections of a settings file, with their settings.
@@ -115,49 +113,44 @@ SECTIONS: dict[str, type[Settings]] = {
 def run_stages(plan: Sequence[Stage], ledger: Ledger, settings: CycleSettings) -> None:
     """Make what is missing, in order.
 
-    End early by `perplexity_patience`. If train_grpo.py would refuse the reward model of a cycle,
-    the policy is a copy of the generator, and the run ends with its evaluation.
+    End early by `perplexity_patience`, and after the evaluation of a policy that is a copy of the
+    generator.
     """
-    is_refused = False
-    reached = []
+    patience = settings.perplexity_patience or settings.num_cycles
     for stage in plan:
-        if stage.kind == "reward_data":
-            if has_converged(ledger, stage.cycle, settings.perplexity_patience):
-                break
-            expected = expectation(Results(ledger))
-            if expected:
-                warn(expected)
-        if stage.kind == "policy" and not stage.settings.allow_unpredictive_reward:
-            skill = ledger.figures(Path(stage.settings.reward_model_path).stem)["skill"]
-            is_refused = not better_than_constant(skill["r2_low"])
-            if is_refused:
-                stage = replace(stage, script=None)
-        reached.append(stage.name)
+        if stage.kind == "reward_data" and has_converged(ledger, patience):
+            break
         try:
             make(stage, ledger, settings.device)
+            ledger.about["finished"].append(stage.name)
+            ledger.write()
         except Exception:
             warn(f"{stage.name} failed: fix the cause and run the same command again")
-            ledger.outcome = f"failed in {stage.name}"
+            ledger.about["outcome"] = f"failed in {stage.name}"
             ledger.write()
             write_page(ledger)
             raise
-        if stage.kind == "evaluation" and is_refused:
+        if stage.kind == "evaluation" and not ledger.finished("policy")[-1]["figures"]:
             break
-    ledger.about["planned"] = reached
-    ledger.outcome = "finished"
+    ledger.about["planned"] = ledger.about["finished"]
+    ledger.about["outcome"] = "finished"
     ledger.write()
 
 
 def make(stage: Stage, ledger: Ledger, device: str) -> None:
-    """Make the artefact of a stage, record it and write the page, unless that is done."""
+    """Make the artefact of a stage and record it, unless that is done.
+
+    The page is written before, without the figures of what is made again.
+    """
     identity = stage.identity()
-    record = ledger.records.get(stage.name, identity)
-    difference = differing_settings(compared(record), compared(identity))
+    record = ledger.records.get(stage.name, {"settings": identity})
+    difference = differing_settings(record["settings"], identity)
     if "figures" in record and not difference and stage.artefact.exists():
         return
-    planned = ledger.about["planned"]
-    number = planned.index(stage.name) + 1
-    print0(f"\n##### {number} of {len(planned)}, {stage.name}: {stage.section}")
+    write_page(ledger)
+    number = len(ledger.about["finished"]) + 1
+    num_planned = len(ledger.about["planned"])
+    print0(f"\n##### {number} of {num_planned}, {stage.name}: {stage.section}")
     state = stage.artefact.with_suffix(".resume")
     if difference:
         print0(f"{stage.name} is made again: {difference}")
@@ -167,34 +160,24 @@ def make(stage: Stage, ledger: Ledger, device: str) -> None:
         changes["init_from"] = "resume"
     elif stage.name in ledger.records and hasattr(stage.settings, "overwrite"):
         changes["overwrite"] = True
-    record = {"name": stage.name, "kind": stage.kind, "cycle": stage.cycle, **identity}
-    ledger.record(record)
+    record = {"name": stage.name, "kind": stage.kind, "cycle": stage.cycle, "settings": identity}
+    ledger.records[stage.name] = record
+    ledger.write()
     began = time.monotonic()
     figures = stage.run(**changes)
     seconds = round(time.monotonic() - began, 1)
-    ledger.record({**record, "seconds": seconds, "figures": figures})
+    ledger.records[stage.name] = {**record, "seconds": seconds, "figures": figures}
     # The next stage finds what a new process would: free memory, reward functions not executed.
     execute_file.cache_clear()
     gc.collect()
     torch.cuda.empty_cache()
-    write_page(ledger)
 
 
-def compared(record: Record) -> dict[str, Any]:
-    """Return what determines the artefact of a record, or of Stage.identity, in one dict."""
-    return {"script": record["script"], **record["settings"], **record["inputs"]}
-
-
-def has_converged(ledger: Ledger, cycle: int, patience: int | None) -> bool:
-    """Return whether the last `patience` policies before a cycle did not lower the loss on the
-    select part.
-    """
-    policies = ledger.finished("policy")[: cycle - 1]
-    if patience is None or len(policies) < patience:
-        return False
-    losses = [policies[0]["figures"]["start_select_loss"]]
-    losses += [policy["figures"]["select_loss"] for policy in policies]
-    return min(losses[:-patience]) <= min(losses[-patience:])
+def has_converged(ledger: Ledger, patience: int) -> bool:
+    """Return whether the last `patience` cycles did not lower the loss on the select part."""
+    last = [policy["figures"] for policy in ledger.finished("policy")[-patience:]]
+    not_lower = [figures["select_loss"] >= figures["start_select_loss"] for figures in last]
+    return len(last) == patience and all(not_lower)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -207,7 +190,7 @@ def check_plan(plan: Sequence[Stage], sections: Mapping[str, Any], given: Collec
     given: the options on the command line, as SECTION.OPTION.
     """
     errors = Errors()
-    corpus, _ = corpora(sections["run_cycles"])
+    corpus = sections["run_cycles"].dataset
     planned = {f"{corpus}/train.bin", f"{corpus}/val.bin"}
     planned.update(str(stage.artefact) for stage in plan)
     for stage in plan:
@@ -257,7 +240,7 @@ def default_folder(sources: Sequence[str]) -> str:
     folder = Path("out", Path(sources[0]).stem)
     earlier = Ledger(folder).about.get("sources", sources)
     require(
-        list(map(os.path.abspath, earlier)) == list(map(os.path.abspath, sources)),
+        earlier == sources,
         f"{folder} holds a run of {', '.join(earlier)}, and this one is of "
         f"{', '.join(sources)}: choose another folder with --out_dir",
     )
@@ -275,7 +258,7 @@ def main() -> None:
     settings = sections["run_cycles"]
     settings.errors().raise_if_any()
     select_device(settings.device)  # raises an error before the first stage
-    sources = settings.text or [config or "cycles"]
+    sources = list(map(os.path.abspath, settings.text or [config or "cycles"]))
     settings.out_dir = str(Path(settings.out_dir or default_folder(sources)))
     used = {*contents, *[name.partition(".")[0] for name in given]}
     check_plan(make_plan(sections, used), sections, given)
@@ -284,9 +267,8 @@ def main() -> None:
     own = find_texts(settings.text)
     natural = find_texts(settings.natural_text)
     if not settings.text:
-        corpus, natural_corpus = corpora(settings)
-        prepare_corpus(natural_corpus)  # first, as the other one may use its tokenizer
-        prepare_corpus(corpus)
+        prepare_corpus(settings.natural_dataset)  # first: the other may use its tokenizer
+        prepare_corpus(settings.dataset)
     lock_output(Path(settings.out_dir, "cycles.json"))
     if settings.text:
         sizes = make_own_corpora(settings, own, natural)
@@ -300,16 +282,17 @@ def main() -> None:
     # stages
     plan = make_plan(sections, used)
     ledger = Ledger(Path(settings.out_dir))
-    ledger.outcome = "unfinished"
-    corpus, natural_corpus = corpora(settings)
     ledger.about = {
         "settings": asdict(settings),
+        "task": sections["train_grpo"].reward_function or [],
         "sources": sources,
         "titles": {
-            "dataset": titles_of(own, corpus),
-            "natural_dataset": titles_of(natural, natural_corpus),
+            "dataset": titles_of(own, settings.dataset),
+            "natural_dataset": titles_of(natural, settings.natural_dataset),
         },
         "planned": [stage.name for stage in plan],
+        "finished": [],
+        "outcome": "unfinished",
     }
     run_stages(plan, ledger, settings)
     page = write_page(ledger)

@@ -8,7 +8,7 @@ from pathlib import Path
 from common.files import write_text
 from common.process import warn
 from cycles import summary, table
-from cycles.ledger import Ledger, artefact
+from cycles.ledger import Ledger
 from cycles.passages import read_passages
 from cycles.pictures import draw_pictures
 from cycles.rendering import render
@@ -30,12 +30,9 @@ def make_page(ledger: Ledger) -> str:
     results = Results(ledger)
     folder = ledger.folder
     passages = []
-    reward_models = ledger.finished("reward_model")
-    if reward_models:
-        cycle = reward_models[-1]["cycle"]
-        reward_data = folder / artefact("reward_data", cycle)
-        if reward_data.is_dir():  # its user may have deleted it
-            passages = read_passages(reward_data, folder / artefact("reward_model", cycle))
+    for reward_model in ledger.finished("reward_model")[-1:]:
+        reward_data = folder / f"reward_data_v{reward_model['cycle']}"
+        passages = read_passages(reward_data, folder / f"{reward_model['name']}.pt")
     return render(
         "page.html",
         name=folder.resolve().name,

@@ -3,8 +3,8 @@
 python run_cycles.py --text my_novel.txt --natural_text other_novels/
 """
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,18 +20,13 @@ SEED = 42
 NUM_PASSAGES = 2
 
 
-@dataclass(frozen=True)
-class Passage:
-    """A sequence of N tokens: the first `crossover` are natural, a generator wrote the others."""
-
-    tokens: list[tuple[str, float | None]]  # text and P(natural), see `read_tokens`
-    crossover: int
-    predicted: float  # the reward model's E[K], in tokens
-
-
 @torch.no_grad()
-def read_passages(reward_data: Path, reward_model: Path) -> list[Passage]:
-    """Return random passages of the report part."""
+def read_passages(reward_data: Path, reward_model: Path) -> list[dict[str, Any]]:
+    """Return random samples of N tokens of the report part.
+
+    Each has `tokens`, see `read_tokens`; `crossover`, after which a generator wrote the tokens; and
+    `predicted`, the reward model's E[K], in tokens.
+    """
     dataset = RewardDataset(reward_data, "val")
     checkpoint = load_checkpoint(reward_model)
     tokenizer = TokenizationManager.from_record(checkpoint["tokenization"])
@@ -43,10 +38,10 @@ def read_passages(reward_data: Path, reward_model: Path) -> list[Passage]:
     for row in rows[:NUM_PASSAGES]:
         ids = torch.from_numpy(dataset.x[row].astype(np.int64))  # (N,)
         probabilities, _ = model(ids[None])  # (1, 2)
-        passage = Passage(
-            tokens=read_tokens(model, tokenizer.decode, ids),
-            crossover=round(float(dataset.y[row, 0]) * N),
-            predicted=probabilities[0, 0].item() * N,
-        )
+        passage = {
+            "tokens": read_tokens(model, tokenizer.decode, ids),
+            "crossover": round(float(dataset.y[row, 0]) * N),
+            "predicted": probabilities[0, 0].item() * N,
+        }
         passages.append(passage)
     return passages

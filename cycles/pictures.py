@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.log import read_records
-from cycles.ledger import Record, artefact
+from cycles.ledger import Record
 from cycles.results import Model, Results
 
 # Okabe and Ito, "Color Universal Design" (2008): distinct for colour-blind readers too.
@@ -41,10 +41,8 @@ def draw_pictures(results: Results, folder: Path) -> list[str]:
         if measured:
             images.append(image(draw_quality, measured))
         if results.cycle:
-            policy = folder / artefact("policy", results.cycle)
-            records = read_records(policy.with_suffix(".jsonl"))
-            if records:  # else the log is deleted
-                images.append(image(draw_progress, records))
+            log = folder / f"base_model_v{results.cycle + 1}.jsonl"
+            images.append(image(draw_progress, read_records(log)))
     return images
 
 
@@ -86,8 +84,7 @@ def draw_progress(axes: Any, records: Sequence[Record]) -> None:
         if not points:
             continue
         steps = column(points, "step")
-        last = f"{points[-1][name]:.4g}"
-        axes.plot(steps, column(points, name), ".-", color=colour, label=f"{label} {last}")
+        axes.plot(steps, column(points, name), ".-", color=colour, label=label)
         if f"{name}_low" in points[0]:
             lows = column(points, f"{name}_low")
             highs = column(points, f"{name}_high")

@@ -17,11 +17,24 @@ import train
 import train_grpo
 import train_reward_model
 from common.device import random_stream
-from common.files import atomic_path, dataset_folder
-from cycles.ledger import artefact
+from common.files import atomic_path
+from common.process import one_line, warn
+from reward.scorer import UnpredictiveRewardError
 from training.run import hash_inputs
 
 NUM_SAMPLES = 300  # of each model, for the quality of its text, unless the section evaluate sets it
+ARTEFACTS = {  # what a stage of each kind makes: a file, or the folder of reward data
+    "base": "base_model_v1.pt",
+    "natural_model": "natural_model_v1.pt",
+    "reward_data": "reward_data_v{cycle}",
+    "reward_model": "reward_model_v{cycle}.pt",
+    "policy": "base_model_v{next}.pt",
+    "evaluation": "evaluation_v{next}.json",
+    "control_plain": "control_plain_v{next}.pt",
+    "control_sampled": "control_sampled_v{next}.pt",
+    "control_distil": "control_distil_v{next}.pt",
+    "controls": "controls_v{next}.json",
+}
 # The settings that do not change what a stage makes
 NOT_COMPARED = (
     "out_dir",
@@ -39,16 +52,13 @@ NOT_COMPARED = (
 
 @dataclass(frozen=True)
 class Stage:
-    """A script and its settings: those of a section, some of which the plan sets.
-
-    Without a script, the policy is a copy of its start.
-    """
+    """A script and its settings: those of a section, some of which the plan sets."""
 
     kind: str
     cycle: int
     section: str
     artefact: Path
-    script: ModuleType | None
+    script: ModuleType
     settings: Any
 
     @property
@@ -56,26 +66,28 @@ class Stage:
         return self.artefact.stem
 
     def identity(self) -> dict[str, Any]:
-        """Return what determines the artefact: script, settings, and hashes of the inputs."""
-        script = "" if self.script is None else self.script.__name__
+        """Return what determines the artefact: the settings, with hashes in place of inputs."""
         settings = asdict(self.settings)
-        inputs = hash_inputs(settings)
-        for name in (*NOT_COMPARED, *inputs):
+        settings.update(hash_inputs(settings))
+        for name in NOT_COMPARED:
             settings.pop(name, None)
-        identity = {"script": script, "settings": settings, "inputs": inputs}
-        return dict(json.loads(json.dumps(identity)))  # JSON turns tuples into lists
+        return dict(json.loads(json.dumps(settings)))  # JSON turns tuples into lists
 
     def run(self, **changes: Any) -> dict[str, Any]:
         """Make the artefact, with some settings changed; return its figures.
 
         Those of evaluate.py are by the name of the model, natural_model if it is the user's own.
+        If train_grpo.py refuses the reward model, the policy is a copy of the generator and has no
+        figures.
         """
         settings = replace(self.settings, **changes)
-        if self.script is None:
+        try:
+            figures: dict[str, Any] = self.script.run(settings)
+        except UnpredictiveRewardError as error:
+            warn(one_line(error))
             with atomic_path(self.artefact) as partial:
                 shutil.copyfile(settings.base_model_path, partial)
             return {}
-        figures: dict[str, Any] = self.script.run(settings)
         if self.script is not evaluate:
             return figures
         by_name = {}
@@ -83,12 +95,6 @@ class Stage:
             is_ours = Path(path).parent == self.artefact.parent
             by_name[Path(path).stem if is_ours else "natural_model"] = of_model
         return by_name
-
-
-def corpora(settings: Any) -> tuple[str, str]:
-    """Return the folders of the corpora of generator and natural model."""
-    natural_dataset = settings.natural_dataset or settings.dataset
-    return str(dataset_folder(settings.dataset)), str(dataset_folder(natural_dataset))
 
 
 def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]:
@@ -100,7 +106,8 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
     settings = sections["run_cycles"]
     if not settings.controls:
         used = ()
-    corpus, natural_corpus = corpora(settings)
+    corpus = settings.dataset
+    natural_corpus = settings.natural_dataset
     stages: list[Stage] = []
 
     def add(script: ModuleType, kind: str, cycle: int, **options: Any) -> str:
@@ -109,7 +116,7 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
         Its section is named after its kind, or else after its script.
         """
         section = kind if kind in sections else script.__name__
-        name = artefact(kind, cycle)
+        name = ARTEFACTS[kind].format(cycle=cycle, next=cycle + 1)
         output = f"{settings.out_dir}/{name}"
         if script is train:
             options.update(out_dir=settings.out_dir, checkpoint_name=name)

@@ -17,9 +17,10 @@ from cycles.ledger import Ledger, Record
 from metrics.bootstrap import bootstrap_mean, widened
 
 SEED = 42  # of the intervals of differences
-KINDS = {  # of models, by the name of their stage without its version
-    "base_model": "generator",  # version 1; later ones are policies
+KINDS = {  # of models, by the kind of the stage that makes them
+    "base": "generator",
     "natural_model": "natural model",
+    "policy": "policy",
     "control_plain": "plain training",
     "control_sampled": "GRPO, sampled tokens",
     "control_distil": "off-policy distillation",
@@ -65,37 +66,31 @@ class Model:
 class Results:
     """What a run knows so far.
 
-    models: all models, in the order of the plan. cycle: the last one whose policy is trained and
-    evaluated, or 0. compared: the measured models of this cycle by their kinds, "generator",
-    "policy" and others. natural: the figures of natural text, named as those of a model. Both are
-    empty if cycle is 0. task: the names of the reward functions, joined by +, or "". is_copied:
-    whether GRPO was skipped, so that the policy is a copy of the generator. generator_loss,
-    natural_loss: of the select part, in nats per character; NaN before the model is trained, and
-    without such a stage.
+    models: those that are trained, in the order of the plan. cycle: the last one whose policy is
+    trained and evaluated, or 0. compared: the measured models of this cycle by their kinds,
+    "generator", "policy" and others. natural: the figures of natural text, named as those of a
+    model. Both are empty if cycle is 0. task: the names of the reward functions, joined by +, or
+    "". is_copied: whether GRPO was skipped, so that the policy is a copy of the generator.
+    select_losses: of generator and natural model, those that this run has trained, in nats per
+    character of the select part.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.about = ledger.about
-        self.outcome = ledger.outcome
         self.num_finished = len(ledger.finished())
-        self.generator_loss = loss_per_character(ledger, "base_model_v1")
-        self.natural_loss = loss_per_character(ledger, "natural_model_v1")
-        self.cycle = 0
-        self.task = ""
-        self.is_copied = False
-        for policy in ledger.finished("policy"):
-            if not policy["script"]:  # a copy, with which the run ends
-                self.is_copied = self.cycle == 0
-                break
-            functions = policy["settings"]["reward_function"] or ()
-            self.task = "+".join(function.rpartition(":")[2] for function in functions)
-            if ledger.figures(f"evaluation_v{policy['cycle'] + 1}"):
-                self.cycle = policy["cycle"]
+        self.task = "+".join(name.rpartition(":")[2] for name in self.about["task"])
+        self.select_losses = []
+        for stage in [*ledger.finished("base"), *ledger.finished("natural_model")]:
+            figures = stage["figures"]
+            self.select_losses.append(figures["select_loss"] / figures["characters_per_token"])
+        policies = ledger.finished("policy")
+        trained = [policy["cycle"] for policy in policies if policy["figures"]]
+        self.is_copied = bool(policies) and not trained
+        evaluated = {stage["cycle"] for stage in ledger.finished("evaluation")}
+        self.cycle = max(evaluated.intersection(trained), default=0)
         self.models = read_models(ledger, self.cycle or 1)
-        self.compared = {}
-        for model in self.models:
-            if model.figures and model.cycle == self.cycle:
-                self.compared[model.kind] = model
+        last = [model for model in self.models if model.figures and model.cycle == self.cycle]
+        self.compared = {model.kind: model for model in last}
         self.natural: Record = {}
         if self.cycle:
             figures = self.compared["generator"].figures
@@ -106,45 +101,27 @@ class Results:
             }
 
 
-def loss_per_character(ledger: Ledger, name: str) -> float:
-    """Return the loss of a model on the select part, or NaN if the run has not trained it."""
-    figures = ledger.figures(name)
-    if not figures:
-        return math.nan
-    loss: float = figures["select_loss"] / figures["characters_per_token"]
-    return loss
-
-
 def read_models(ledger: Ledger, last_cycle: int) -> list[Model]:
-    """Return the models of the plan; generator and natural model as the last cycle measured them.
+    """Return the trained models; generator and natural model as the last cycle measured them.
 
     The user's own natural model, which no stage trains, follows the generator.
     """
     figures = measured(ledger)
-    names = list(ledger.about["planned"])
+    stages = [stage for stage in ledger.finished() if stage["kind"] in KINDS]
     if (last_cycle, "natural_model") in figures:
-        names.insert(1, "natural_model")
+        stages.insert(1, {"name": "natural_model", "kind": "natural_model", "cycle": 0})
     models = []
-    for name in names:
-        stage, _, version = name.partition("_v")
-        if stage not in KINDS:
-            continue
-        kind = KINDS[stage]
+    for stage in stages:
+        kind = KINDS[stage["kind"]]
+        cycle = stage["cycle"] or last_cycle
         label = kind
-        cycle = last_cycle
-        if version not in ("", "1"):
-            if stage == "base_model":
-                kind = "policy"
-            label = kind
-            cycle = int(version) - 1
-            if ledger.about["settings"]["num_cycles"] > 1:
-                label += f", cycle {cycle}"
-        own = figures.get((cycle, name), {})
-        policy = figures.get((cycle, f"base_model_v{cycle + 1}"), {})
+        if stage["cycle"] and ledger.about["settings"]["num_cycles"] > 1:
+            label += f", cycle {cycle}"
+        own = figures.get((cycle, stage["name"]), {})
         differences = {}
         if kind != "policy":
-            differences = subtract(policy, own)
-        models.append(Model(kind, label, cycle, seconds_of(ledger, name), own, differences))
+            differences = subtract(figures.get((cycle, f"base_model_v{cycle + 1}"), {}), own)
+        models.append(Model(kind, label, cycle, seconds_of(ledger, stage), own, differences))
     return models
 
 
@@ -161,21 +138,20 @@ def measured(ledger: Ledger) -> dict[tuple[int, str], dict[str, Any]]:
 def page_figures(record: Record) -> dict[str, Any]:
     """Return the figures of a model that the page shows, from a record of evaluate.py.
 
-    They are the figures of `quality` (docs/reference.md), in which `temperature` is that of natural
-    diversity; the rewards and the passages of the record; and, in nats per character, the
-    calibrated loss and its `blocks`. There are no judge_loss and unknown_words if no temperature
-    gives natural diversity.
+    They are those of the record and of its `quality` (docs/reference.md); `temperature` is that of
+    natural diversity. The calibrated loss and its `blocks` are in nats per character. There are no
+    judge_loss and unknown_words if no temperature gives natural diversity.
     """
-    figures = dict(record.get("quality", {}))
+    figures = dict(record)
+    figures.pop("temperature")
+    figures.update(figures.pop("quality", {}))
     if not figures.get("is_reached"):
         figures.update(judge_loss=None, unknown_words=None)
     characters = record.get("characters_per_token", 1.0)  # ids without text have none
     figures["blocks"] = [loss / characters for loss in record["blocks"]]
-    for name, value in record.items():
+    for name, value in figures.items():
         if name.startswith("calibrated_loss") and value is not None:
             figures[name] = value / characters
-        if "reward" in name or name == "passages":
-            figures[name] = value
     return {name: value for name, value in figures.items() if value is not None}
 
 
@@ -185,29 +161,24 @@ def subtract(policy: Record, model: Record) -> dict[str, Any]:
     for name, losses in PAIRED.items():
         if name not in policy or name not in model:
             continue
-        # In a run that goes on with other settings, a model may still have its earlier figures.
-        if len(policy[losses]) == len(model[losses]):
-            paired = torch.tensor(policy[losses]) - torch.tensor(model[losses])
-            mean = bootstrap_mean(name, paired, SEED)
-            if name == "judge_loss":  # each model has the error of its own temperature
-                error = math.hypot(policy["judge_loss_error"], model["judge_loss_error"])
-                mean = widened(name, mean, error)
-            differences.update(mean)
-            differences[name] = policy[name] - model[name]
+        paired = torch.tensor(policy[losses]) - torch.tensor(model[losses])
+        mean = bootstrap_mean(name, paired, SEED)
+        if name == "judge_loss":  # each model has the error of its own temperature
+            error = math.hypot(policy["judge_loss_error"], model["judge_loss_error"])
+            mean = widened(name, mean, error)
+        differences.update(mean)
+        differences[name] = policy[name] - model[name]
     return differences
 
 
-def seconds_of(ledger: Ledger, name: str) -> float | None:
-    """Return the seconds of a finished stage, or None.
+def seconds_of(ledger: Ledger, record: Record) -> float | None:
+    """Return the seconds of a finished stage, or None for the user's own natural model.
 
     Those of a stage that learns from a reward model include the natural model, the stages that made
     the reward model, and earlier cycles; the generator is not counted.
     """
-    record = ledger.records.get(name, {})
-    if "seconds" not in record:
-        return None
-    seconds: float = record["seconds"]
-    if record["kind"] not in LEARNING_KINDS:
+    seconds: float | None = record.get("seconds")
+    if seconds is None or record["kind"] not in LEARNING_KINDS:
         return seconds
     for stage in ledger.finished():  # in the order of the plan
         if stage["kind"] == "policy" and stage["cycle"] == record["cycle"]:

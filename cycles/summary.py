@@ -37,24 +37,25 @@ def headline(results: Results) -> list[str]:
 
 def expectation(results: Results) -> str:
     """Return a warning if the natural model is hardly better than the generator, or ""."""
-    own = results.generator_loss
-    natural = results.natural_loss
-    if own - natural < MIN_NATURAL_GAIN:  # False for NaN
-        return (
-            f"Expect text that is hardly more natural: the natural model's loss, {natural:.2f} "
-            f"nats per character, is not at least {MIN_NATURAL_GAIN} below the generator's, "
-            f"{own:.2f}. Give it more text of the same kind with --natural_text or "
-            "--natural_dataset."
-        )
-    return ""
+    if len(results.select_losses) < 2:
+        return ""
+    own, natural = results.select_losses
+    if own - natural >= MIN_NATURAL_GAIN:
+        return ""
+    return (
+        f"Expect text that is hardly more natural: the natural model's loss, {natural:.2f} nats "
+        f"per character, is not at least {MIN_NATURAL_GAIN} below the generator's, {own:.2f}. "
+        "Give it more text of the same kind with --natural_text or --natural_dataset."
+    )
 
 
 def status(results: Results) -> str:
     """Return how far an unfinished run is, or "" for a finished one."""
-    if results.outcome == "finished":
+    outcome = results.about["outcome"]
+    if outcome == "finished":
         return ""
     num_planned = len(results.about["planned"])
-    return f"Run {results.outcome}: {results.num_finished} of {num_planned} stages are finished."
+    return f"Run {outcome}: {results.num_finished} of {num_planned} stages are finished."
 
 
 def sentence(results: Results) -> str:
@@ -119,7 +120,7 @@ def teacher(results: Results) -> str:
     """Return what the generator is trained with."""
     settings = results.about["settings"]
     if "natural_model_v1" in results.about["planned"]:
-        if settings["natural_dataset"] in (None, settings["dataset"]):
+        if settings["natural_dataset"] == settings["dataset"]:
             return "another model of the same text"
         return f"a model of {texts(results, 'natural_dataset', 'other ')}"
     if settings["natural_model"]:

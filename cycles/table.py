@@ -30,7 +30,7 @@ def comparison(results: Results) -> list[dict[str, str]]:
     rows = []
     for model in models:
         missing = "-"
-        if not model.figures and results.outcome == "unfinished":
+        if not model.figures and results.about["outcome"] == "unfinished":
             missing = "in progress"
         row = {"model": model.label}
         for column, (name, form) in columns.items():

@@ -77,7 +77,7 @@ def main() -> None:
     """Read the run that the command names, and write the picture."""
     ledger = Ledger(Path(*sys.argv[1:2]))
     models = {}
-    if ledger.outcome == "finished":
+    if ledger.about.get("outcome") == "finished":
         models = Results(ledger).compared
     if not models or "passages" not in models["generator"].figures:
         raise UserError(

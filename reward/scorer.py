@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.device import autocast
-from common.process import require, warn
+from common.process import UserError, require, warn
 from data_loader import Corpus
 from losses import scatter_to_mask, token_log_probs
 from metrics.bootstrap import MIN_BLOCKS, better_than_constant, format_figure
@@ -25,6 +25,10 @@ from training.checkpoint import (
     check_tokenizer,
     load_checkpoint,
 )
+
+
+class UnpredictiveRewardError(UserError):
+    """A reward model that is not shown to predict where its generator begins to write."""
 
 
 class Scores(NamedTuple):
@@ -148,7 +152,7 @@ def load_scorer(
 
 
 def check_skill(path: str, training: Mapping[str, Any], is_allowed: bool) -> None:
-    """Raise UserError, or warn if `is_allowed`, unless a reward model is shown to beat a constant.
+    """Raise UnpredictiveRewardError, or warn if `is_allowed`, unless R2 is shown to be above 0.
 
     training: its record.
     """
@@ -161,7 +165,7 @@ def check_skill(path: str, training: Mapping[str, Any], is_allowed: bool) -> Non
         "train_reward_model.py and a --natural_model_path that learned more natural text, on text "
         f"of at least {MIN_BLOCKS} blocks"
     )
-    require(
-        is_allowed, f"{finding}, or optimise what may be noise: --allow_unpredictive_reward True"
-    )
+    if not is_allowed:
+        remedy = "or optimise what may be noise: --allow_unpredictive_reward True"
+        raise UnpredictiveRewardError(f"ERROR: {finding}, {remedy}")
     warn(finding)

@@ -88,7 +88,7 @@ STAGES = {  # kind, cycle, figures
     "base_model_v1": ("base", 0, GENERATOR),
     "natural_model_v1": ("natural_model", 0, {"select_loss": 1.6 * CHARACTERS, **UNIT}),
     "reward_model_v1": ("reward_model", 1, {}),
-    "base_model_v2": ("policy", 1, {}),
+    "base_model_v2": ("policy", 1, {"steps": 1}),
     "evaluation_v2": ("evaluation", 1, MODELS),
     "control_plain_v2": ("control_plain", 1, {}),
     "control_sampled_v2": ("control_sampled", 1, {}),
@@ -109,7 +109,7 @@ RECORD = {  # of the log of train_grpo.py
 def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
     """Return the ledger of one cycle in a folder, with the policy's log if that exists.
 
-    A change is the figures of a stage, or None if it is not finished.
+    A change is the figures of a stage, or None if this run has not reached it.
     """
     settings = {
         "text": ["plays"],
@@ -124,16 +124,18 @@ def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
     ledger.about = {
         "settings": settings,
         "titles": {"dataset": ["Twelfth Night"], "natural_dataset": list("abcdefgh")},
+        "task": [],
         "planned": list(STAGES),
+        "finished": [],
+        "outcome": "finished",
     }
-    ledger.outcome = "finished"
     for name, (kind, cycle, stage_figures) in STAGES.items():
-        record = {"name": name, "kind": kind, "cycle": cycle, "script": "train"}
-        record.update(settings={"reward_function": None}, inputs={})
-        stage_figures = changes.get(name, stage_figures)
-        if stage_figures is not None:
-            record.update(seconds=5.0, figures=stage_figures)
-        ledger.records[name] = record
+        # Stages that are not reached have the records of an earlier run.
+        figures = changes.get(name, stage_figures)
+        record = {"name": name, "kind": kind, "cycle": cycle, "settings": {}}
+        ledger.records[name] = {**record, "seconds": 5.0, "figures": figures or stage_figures}
+        if figures is not None:
+            ledger.about["finished"].append(name)
     return ledger
 
 
@@ -155,7 +157,8 @@ def gained(judge: float | None, unknown: float | None, loss: float, spread=0.02,
         for name, value in changes.items():
             part = model["quality"] if name in model["quality"] else model
             part[name] = value
-    return sentence(results_of(evaluation_v2=models)).removeprefix(LEARNED)
+    results = results_of(evaluation_v2=models, controls_v2=None)
+    return sentence(results).removeprefix(LEARNED)
 
 
 def test_sentence_of_what_the_policy_gained():
@@ -176,7 +179,7 @@ def test_sentence_of_what_the_policy_gained():
 
 def test_sentence_of_what_the_generator_learned_from():
     ledger = make_ledger()
-    ledger.about["settings"]["natural_dataset"] = None
+    ledger.about["settings"]["natural_dataset"] = "data/plays"
     assert "Night was trained with another model of the same text:" in sentence(Results(ledger))
     ledger.about["planned"].remove("natural_model_v1")
     assert "was trained with a reward model's scores:" in sentence(Results(ledger))
@@ -186,14 +189,14 @@ def test_sentence_of_what_the_generator_learned_from():
 
 def test_sentence_before_the_policy_is_measured():
     ledger = make_ledger(evaluation_v2=None, base_model_v2=None, controls_v2=None)
-    ledger.outcome = "failed in base_model_v2"
+    ledger.about["outcome"] = "failed in base_model_v2"
     assert headline(Results(ledger)) == [
         "Run failed in base_model_v2: 6 of 9 stages are finished.",
         "A model of Twelfth Night is to be trained with a model of 8 other texts; "
         "its text is not measured yet.",
     ]
-    ledger = make_ledger(base_model_v2={})
-    ledger.records["base_model_v2"]["script"] = ""
+    ledger = make_ledger()
+    ledger.records["base_model_v2"]["figures"] = {}
     assert headline(Results(ledger)) == [
         "A model of Twelfth Night did not learn by GRPO: its reward model is not shown to tell "
         "natural text from generated text."
@@ -260,15 +263,6 @@ def test_a_policy_whose_text_is_not_better_has_a_reason(tmp_path):
     assert worse in headline(results_of(controls_v2=controls))
 
 
-def test_models_of_other_samples_are_not_compared():
-    """In a run that goes on with other settings, a stage may still have its earlier figures."""
-    other = evaluated(2.493, 0.212, 1.928, 0.251)
-    other["blocks"] = other["quality"]["judge_by_sample"] = [2.0]
-    remade = results_of(evaluation_v2={**MODELS, "base_model_v1": other})
-    assert remade.compared["generator"].differences == {}
-    assert comparison(remade)[0]["the policy's text is"] == "-"
-
-
 def rewarded(reward: float) -> dict:
     """Return figures of the function short_lines, as evaluate.py reports them."""
     figures = {"natural_function_reward": 0.5}
@@ -287,13 +281,10 @@ def test_a_task(tmp_path, reward, learned):
     controls = {name: {**model, **rewarded(0.75)} for name, model in CONTROLS.items()}
     changes = {"evaluation_v2": models, "controls_v2": controls, "reward_model_v1": None}
     ledger = make_ledger(tmp_path, **changes)
-    ledger.records["base_model_v2"]["settings"]["reward_function"] = [
-        "my.py:short_lines",
-        "my.py:no_e",
-    ]
+    ledger.about["task"] = ["my.py:short_lines", "my.py:no_e"]
     copied = {**ledger.records["base_model_v2"], "name": "base_model_v3", "cycle": 2}
-    ledger.records["base_model_v3"] = {**copied, "script": "", "settings": {}}
-    ledger.about["planned"].append("base_model_v3")
+    ledger.records["base_model_v3"] = {**copied, "figures": {}}
+    ledger.about["finished"].append("base_model_v3")
     results = Results(ledger)
     assert headline(results) == [
         f"A model of Twelfth Night {learned} short_lines+no_e: task reward from 0.250 to "
@@ -327,39 +318,39 @@ def test_table():
 
 
 def test_table_of_an_unfinished_run():
-    """What is planned and not measured is in progress, until the run ends."""
+    """What is trained and not measured is in progress, until the run ends."""
     ledger = make_ledger(control_sampled_v2=None, controls_v2=None)
     for outcome, cell in (("unfinished", "in progress"), ("failed in x", "-")):
-        ledger.outcome = outcome
+        ledger.about["outcome"] = outcome
         rows = {row["model"]: row for row in comparison(Results(ledger))}
         assert rows["policy"]["P(natural)"] == "0.606"
         assert rows["plain training"]["P(natural)"] == cell
         assert rows["plain training"]["seconds"] == "5"
-        assert rows["GRPO, sampled tokens"]["seconds"] == cell
+        assert "GRPO, sampled tokens" not in rows
     models = {**MODELS, "natural_model": MODELS["natural_model_v1"]}  # the user's own
     del models["natural_model_v1"]
     ledger = make_ledger(evaluation_v2=models)
-    ledger.about["planned"].remove("natural_model_v1")
+    ledger.about["finished"].remove("natural_model_v1")
     assert [row["seconds"] for row in comparison(Results(ledger))][:3] == ["5", "-", "10"]
 
 
 def test_a_ledger_is_read_back(tmp_path):
     ledger = make_ledger(tmp_path)
-    ledger.about["planned"] = ["base_model_v1", "reward_model_v1"]
-    ledger.record({**ledger.records["reward_model_v1"], "seconds": 6.0})
+    ledger.about["finished"] = ["base_model_v1", "reward_model_v1"]
+    ledger.write()
     again = Ledger(tmp_path)
-    assert again.about == ledger.about and again.outcome == "finished"
+    assert again.about == ledger.about
     assert list(again.records) == list(STAGES)
-    assert again.figures("base_model_v1") == GENERATOR
-    assert again.figures("base_model_v2") == {}  # the run did not need it
+    assert again.finished("base")[0]["figures"] == GENERATOR
+    assert again.finished("policy") == []  # this run has not reached it
     assert [record["name"] for record in again.finished()] == ["base_model_v1", "reward_model_v1"]
 
 
 DAMAGED = """
 []
 {"about": {}}
-{"about": {}, "outcome": "", "stages": [{}]}
-{"about": {}, "outcome": "", "stages": 5}
+{"about": {}, "stages": [{}]}
+{"about": {}, "stages": 5}
 """
 
 
@@ -377,7 +368,7 @@ def test_pictures(tmp_path):
     axes = Figure().subplots()
     draw_progress(axes, [{"step": 1, "kl_mixture": 2.0}, RECORD])
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["select part 0.5", "natural text 1"]
+    assert labels == ["select part", "natural text"]
     assert len(draw_pictures(results_of(tmp_path), tmp_path)) == 2
     assert draw_pictures(results_of(evaluation_v2=None, controls_v2=None), tmp_path) == []
     assert dict(matplotlib.rcParams) == before
@@ -415,15 +406,15 @@ def test_passages(reward_data, predictive_reward_model, reward_model):
     N = dataset.block_size
     assert len(passages) == 2
     for passage in passages:
-        _, natural = zip(*passage.tokens, strict=True)
+        _, natural = zip(*passage["tokens"], strict=True)
         assert len(natural) == N
-        assert 0 < passage.crossover < N
-        assert passage.predicted == pytest.approx(sum(natural), abs=1e-3)
+        assert 0 < passage["crossover"] < N
+        assert passage["predicted"] == pytest.approx(sum(natural), abs=1e-3)
         assert all(0 <= probability <= 1 for probability in natural)
     assert passages == read_passages(reward_data, predictive_reward_model)
     for passage in read_passages(reward_data, reward_model):  # a head without token scores
-        assert {share for _, share in passage.tokens} == {None}
-        assert 0 <= passage.predicted <= N
+        assert {share for _, share in passage["tokens"]} == {None}
+        assert 0 <= passage["predicted"] <= N
 
 
 def test_page(tmp_path, reward_data, predictive_reward_model):
@@ -445,10 +436,6 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     # quality and diversity, P(natural) in steps of GRPO
     assert page.count("data:image/png;base64,") == 2
     assert not re.search(r"(src|href)=\"?http", page)
-    (tmp_path / "reward_data_v1").unlink()
-    (tmp_path / "base_model_v2.jsonl").unlink()
-    page = make_page(ledger)
-    assert '<b class="k"' not in page and page.count("data:image/png;base64,") == 1
 
 
 def test_page_with_missing_parts(tmp_path, capsys):
@@ -456,7 +443,7 @@ def test_page_with_missing_parts(tmp_path, capsys):
     write_page(make_ledger(tmp_path, evaluation_v2={"base_model_v2": {"loss": 2.0}}))
     assert "WARNING: the report is not written (KeyError" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
-    ledger = make_ledger(tmp_path, base_model_v2={}, controls_v2=None, reward_model_v1=None)
-    ledger.records["base_model_v2"]["script"] = ""
+    ledger = make_ledger(tmp_path, controls_v2=None, reward_model_v1=None)
+    ledger.records["base_model_v2"]["figures"] = {}
     assert write_page(ledger) == tmp_path / "report.html"
     assert "did not learn by GRPO" in (tmp_path / "report.html").read_text()

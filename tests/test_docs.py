@@ -178,14 +178,13 @@ def run_corpus(command: list[str]) -> SimpleNamespace:
 
 def run_stage(stage: Stage, **changes: object) -> dict[str, object]:
     """In place of Stage.run: a stage of run_cycles.py, made small."""
-    if stage.script is not None:
-        name = stage.script.__name__
-        words = shlex.split(SHRINK[name])
-        if name == "evaluate":
-            words += ["--samples", "40"]
-        small = parse_sections({name: type(stage.settings)}, name, words, {})[name]
-        for option in words[::2]:
-            changes[option[2:]] = getattr(small, option[2:])
+    name = stage.script.__name__
+    words = shlex.split(SHRINK[name])
+    if name == "evaluate":
+        words += ["--samples", "40"]
+    small = parse_sections({name: type(stage.settings)}, name, words, {})[name]
+    for option in words[::2]:
+        changes[option[2:]] = getattr(small, option[2:])
     return RUN_STAGE(stage, **changes)
 
 
