@@ -49,7 +49,7 @@ class PrepareTextSettings(Settings):
     def check_settings(self, errors: Errors) -> None:
         """Check that texts, one folder and one tokenization are named."""
         errors.check(
-            bool(self.paths) and all(self.paths),
+            bool(self.paths),
             "no text is given",
             "Pass text files, or folders that hold *.txt files: "
             "python prepare_text.py my_novel.txt --name novel",

@@ -48,12 +48,12 @@ class TrainSettings(Settings):
     """Train a GPT on a corpus of tokens."""
 
     without_effect: ClassVar[Mapping[str, str]] = {
-        "eval_iters": "an evaluation always reads the same part of the validation split",
-        "log_interval": "every step is logged",
-        "always_save_checkpoint": "an evaluation always saves the state, "
+        "eval_iters": "no effect: an evaluation always reads the same part of the validation split",
+        "log_interval": "no effect: every step is logged",
+        "always_save_checkpoint": "no effect: an evaluation always saves the state, "
         "and the model if it is the best so far",
-        "beta1": "it is always 0.9",
-        "backend": "it is nccl on CUDA and gloo on the CPU",
+        "beta1": "no effect: it is always 0.9",
+        "backend": "no effect: it is nccl on CUDA and gloo on the CPU",
     }
 
     out_dir: str = setting("out", changeable=True)

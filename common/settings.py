@@ -39,12 +39,16 @@ RULES: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "below": ("be <", operator.lt),
     "suffix": ("end in", str.endswith),
 }
+FILE_OPTIONS = {  # of every script, with their help
+    "config": "settings file of plain assignments, which the command line overrides",
+    "section": "its dict to read; None: the one named after the script",
+}
 FILE_RULE = (  # for a settings file
-    "write assignments `name = value`, each name once; a value is a literal, dict(...), "
-    "str(time.time()), values joined by + or numbers joined by *; nothing is executed"
+    "write assignments `name = value`; a value is a literal, dict(...), str(time.time()), values "
+    "joined by + or numbers joined by *; nothing is executed"
 )
 S = TypeVar("S", bound="Settings")
-Section = dict[str, Any]  # values of a settings file by name
+Values = dict[str, Any]  # of a settings file, by name; a section is a dict
 
 
 class Errors:
@@ -95,7 +99,7 @@ class Settings:
     """The settings of a script."""
 
     without_effect: ClassVar[Mapping[str, str]] = {}
-    """names of nanoGPT that are accepted but have no effect, each with the reason"""
+    """names of nanoGPT that are accepted but have no effect, each with a help that says why"""
     file_first: ClassVar[bool] = True
     """whether a command line may begin with the settings file, without --config"""
 
@@ -106,24 +110,25 @@ class Settings:
         """
         errors = Errors(planned)
         for member in fields(self):
-            value = getattr(self, member.name)
-            model_file = member.metadata.get("model_file")
-            if model_file == "required":
-                remedy = f"Pass the checkpoint with --{member.name}"
-                errors.check(bool(value), f"{member.name} is required", remedy)
+            name = member.name
+            value = getattr(self, name)
+            rules = member.metadata
+            if rules.get("model_file") == "required":
+                remedy = f"Pass the checkpoint with --{name}"
+                errors.check(bool(value), f"{name} is required", remedy)
             items = value if isinstance(value, tuple) else (value,)
             for item in items:
                 if item is None:
                     continue
+                limits = dict(rules)
+                if isinstance(item, (int, float)):  # refuses infinity, and with NaN any comparison
+                    limits.setdefault("below", 2**63)
                 broken = []
                 for rule, (verb, holds) in RULES.items():
-                    limit = member.metadata.get(rule)
-                    if limit is not None and not holds(item, limit):
-                        broken.append(f"{verb} {limit}")
-                if isinstance(item, (int, float)) and not abs(item) < 2**63:  # also NaN
-                    broken.append("be finite and < 2**63")
-                errors.check(not broken, f"{member.name}={item}: must {' and '.join(broken)}")
-                if model_file:
+                    if rule in limits and not holds(item, limits[rule]):
+                        broken.append(f"{verb} {limits[rule]}")
+                errors.check(not broken, f"{name}={item}: must {' and '.join(broken)}")
+                if "model_file" in rules:
                     exists = errors.exists(item) or is_hub_name(item)
                     remedy = "Check that the model checkpoint file exists and the path is correct"
                     errors.check(exists, f"Model file not found: {item}", remedy)
@@ -150,87 +155,94 @@ def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 # command line
 
 
-def parse_settings(settings_class: type[S], script: str, argv: list[str] | None = None) -> S:
+def parse_settings(settings_class: type[S], script: str) -> S:
     """Return the checked settings of a script (its name without .py), and print a note for each
     given name that has no effect.
 
     tyro ends the process with status 2 at an unknown name or a wrong type; otherwise raise a
     UserError that lists all errors.
     """
-    words = sys.argv[1:] if argv is None else argv
     classes = {script: settings_class}
+    words = sys.argv[1:]
     given = parse_sections(classes, script, words, {})
     contents = read_config(given["config"])
-    values = values_of_section(contents, given["section"] or script)
-    given = parse_sections(classes, script, words, {script: values})
+    section = given["section"]
+    if section is not None:
+        require(section in contents, f"the settings file has no section {section}")
+        contents[script] = contents[section]
+    given = parse_sections(classes, script, words, contents)
     settings: S = given[script]
     settings.errors().raise_if_any()
-    for name, reason in settings.without_effect.items():
+    for name, meaning in settings.without_effect.items():
         if given[name] is not None:
-            print0(f"--{name} has no effect here: {reason}")
+            print0(f"--{name}: {meaning}")
     return settings
 
 
 def parse_sections(
-    classes: Mapping[str, type[Settings]],
-    script: str,
-    words: list[str],
-    contents: Mapping[str, Section],
+    classes: Mapping[str, type[Settings]], script: str, words: list[str], contents: Values
 ) -> dict[str, Any]:
     """Return the settings of each section of `classes`, and by name the other options of the
     command line: config, section, and the script's names without effect, None if not given.
 
     words: a command line. An option of the section `script` is --OPTION VALUE, of another one
     --SECTION.OPTION VALUE; --help lists the former.
-    contents: the values of a settings file by section, which the words override.
+    contents: those of a settings file, which the words override.
     """
     own = classes[script]
     if own.file_first and words and not words[0].startswith("-"):
         words = ["--config", *words]
     if {"-h", "--help"} & {*words}:
         classes = {script: own}
-    members: list[Any] = []
-    words_of_file = []
-    for section, settings_class in classes.items():
-        kind: Any = settings_class
-        prefix = f"--{section}."
-        if section == script:
-            kind = Annotated[kind, tyro.conf.OmitArgPrefixes]
-            prefix = "--"
-        members.append((section, kind))
-        for name, value in values_of_section(contents, section).items():
-            # A run of several scripts gives a value outside all sections to those that know it, and
-            # names without effect to none. Unknown names are left for tyro to report.
-            knowing = [kind for kind in classes.values() if hasattr(kind, str(name))]
-            is_elsewhere = (
-                name in contents.get("", {}) and knowing and settings_class not in knowing
-            )
-            is_ignored = name in settings_class.without_effect
-            if is_elsewhere or (is_ignored and section != script):
-                continue
-            if isinstance(value, (list, tuple)):
-                words_of_file += [f"{prefix}{name}", *map(str, value)]
-            elif isinstance(value, float):
-                words_of_file.append(f"{prefix}{name}={value:.17g}")  # 1e3 as 1000, an integer
-            else:
-                words_of_file.append(f"{prefix}{name}={value}")
-    others = {
-        "config": "settings file of plain assignments, which the command line overrides",
-        "section": "its dict to read; None: the one named after the script",
-    }
-    for name, reason in own.without_effect.items():
-        others[name] = f"no effect: {reason}"
-    for name, meaning in others.items():
+    kinds: dict[str, Any] = {**classes, script: Annotated[own, tyro.conf.OmitArgPrefixes]}
+    members: list[Any] = list(kinds.items())
+    for name, meaning in {**FILE_OPTIONS, **own.without_effect}.items():
         members.append((name, Annotated[str | None, tyro.conf.arg(help=meaning)], None))
     given: Any = tyro.cli(
         make_dataclass("Sections", members),
         prog=f"{script}.py",
         description=own.__doc__,
-        args=[*words_of_file, *words],
+        args=[*words_of_file(classes, script, contents), *words],
         config=(tyro.conf.FlagConversionOff,),
         use_underscores=True,
     )
     return vars(given)
+
+
+def words_of_file(
+    classes: Mapping[str, type[Settings]], script: str, contents: Values
+) -> list[str]:
+    """Return the contents of a settings file as the words of a command line; see parse_sections.
+
+    A value outside all sections is for those that know its name, and comes before their own values.
+    An unknown name is left for tyro to report.
+    """
+    prefixes = {section: f"--{section}." for section in classes}
+    prefixes[script] = "--"
+    outside: list[str] = []
+    inside: list[str] = []
+    for name, value in contents.items():
+        if not isinstance(value, dict):
+            knowing = [section for section in classes if hasattr(classes[section], name)]
+            for section in knowing or [script]:
+                outside += option_words(prefixes[section] + name, value)
+        elif name in classes:
+            for option, item in value.items():
+                inside += option_words(f"{prefixes[name]}{option}", item)
+        else:
+            similar = difflib.get_close_matches(name, {*classes} - {*contents}, cutoff=0.8)
+            error = f"the settings file has no section {' or '.join(similar)}, but {name}"
+            require(not similar, error)
+    return outside + inside
+
+
+def option_words(option: str, value: Any) -> list[str]:
+    """Return the words that give an option a value of a settings file."""
+    if isinstance(value, (list, tuple)):
+        return [option, *map(str, value)]
+    if isinstance(value, float):
+        value = f"{value:.17g}"  # 1e3 as 1000, an integer
+    return [f"{option}={value}"]
 
 
 def option_names(words: list[str]) -> set[str]:
@@ -243,58 +255,31 @@ def option_names(words: list[str]) -> set[str]:
 # settings file
 
 
-def values_of_section(contents: Mapping[str, Section], section: str) -> Section:
-    """Return the values of a settings file for a section: those outside all sections, and its own.
+def read_config(path: str | Path | None) -> Values:
+    """Return the values of a settings file, on top of those of its `base`, another file in the same
+    folder. Raise UserError if a line cannot be read.
 
-    A file without the section is fine, but a similar name is probably a typing error.
+    None: no file, no values.
     """
-    similar = difflib.get_close_matches(section, contents, cutoff=0.8)
-    require(
-        section in contents or not similar,
-        f"the settings file has no section {section}, but {' and '.join(similar)}",
-    )
-    return {**contents.get("", {}), **contents.get(section, {})}
-
-
-def read_config(path: str | None) -> dict[str, Section]:
-    """Return the values of a settings file by section, "" for those outside all sections, on top of
-    those of its `base`, another file in the same folder. Raise UserError if a line cannot be read.
-
-    None: no file, no sections.
-    """
+    contents: Values = {}
     if path is None:
-        return {}
-    sections = _read_file(path)
-    base = sections[""].pop("base", None)
-    if base is None:
-        return sections
-    merged = _read_file(Path(path).parent / str(base))
-    for section, values in sections.items():
-        merged.setdefault(section, {}).update(values)
-    return merged
-
-
-def _read_file(path: str | Path) -> dict[str, Section]:
-    """Return the values of one settings file by section."""
-    outside: Section = {}
-    sections = {"": outside}
+        return contents
     text = read_text(path).replace("str(time.time())", repr(str(time.time())))
     with reading(path, FILE_RULE):
-        tree = ast.parse(text)
-        compile(tree, path, "exec")  # only finds an argument given twice; nothing is executed
-        for statement in tree.body:
+        for statement in ast.parse(text).body:
             match statement:
-                case ast.Assign([ast.Name(name)], node) if name not in {*outside, *sections}:
+                case ast.Assign([ast.Name("base")], ast.Constant(str(name))) if not contents:
+                    contents = read_config(Path(path).parent / name)
+                case ast.Assign([ast.Name(name)], node):
                     value = _evaluate(node)
                     if isinstance(value, dict):
-                        sections[name] = value
-                    else:
-                        outside[name] = value
+                        value = {**contents.get(name, {}), **value}
+                    contents[name] = value
                 case ast.Import() | ast.Expr(ast.Constant()):
                     pass  # `import time`, for str(time.time()); a docstring
                 case _:
                     raise ValueError(f"line {statement.lineno}")
-    return sections
+    return contents
 
 
 def _evaluate(node: ast.expr) -> Any:
@@ -307,6 +292,4 @@ def _evaluate(node: ast.expr) -> Any:
         case ast.BinOp(left, ast.Mult(), right):
             # The signs refuse a text, which could fill the memory if it were repeated.
             return +_evaluate(left) * +_evaluate(right)
-        case ast.Call() | ast.Name() | ast.BinOp():
-            raise ValueError(f"line {node.lineno}: {ast.unparse(node):.60}")
     return ast.literal_eval(node)

@@ -37,7 +37,7 @@ class Tiny(Settings):
     model_path: str | None = setting(None, model_file="optional")
     run_name: str = "tiny"
     output_path: str = setting("tiny.pt", suffix=".pt")
-    without_effect: ClassVar = {"eval_iters": "all is evaluated"}
+    without_effect: ClassVar = {"eval_iters": "no effect: all is evaluated"}
 
     def check_settings(self, errors):
         errors.check(self.batch_size != 13, "batch_size=13: unlucky", "Use 12")
@@ -55,8 +55,10 @@ class Texts(Settings):
         errors.check(bool(self.paths), "no text")
 
 
-def parse(*argv):
-    return parse_settings(Tiny, "train", list(argv))
+def parse(*argv, kind=Tiny):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train.py", *argv])
+        return parse_settings(kind, "train")
 
 
 @pytest.fixture
@@ -96,7 +98,7 @@ def test_options_in_every_form():
     assert settings == Tiny(batch_size=4, learning_rate=2e-3, compile=True)
     settings = parse("--contexts", "8", "16", "--optimizer=muon")
     assert settings == Tiny(contexts=(8, 16), optimizer="muon")
-    settings = parse_settings(Texts, "texts", ["a.txt", "b.py", "--name", "x"])
+    settings = parse("a.txt", "b.py", "--name", "x", kind=Texts)
     assert settings == Texts(("a.txt", "b.py"), "x")
 
 
@@ -120,7 +122,7 @@ def test_all_errors_are_reported_at_once():
     assert message.splitlines() == [
         "Validation Errors:",
         "  ERROR: batch_size=0: must be >= 1",
-        "  ERROR: learning_rate=nan: must be > 0 and be finite and < 2**63",
+        "  ERROR: learning_rate=nan: must be > 0 and be < 9223372036854775808",
         "  ERROR: Model file not found: absent.pt",
         "  ERROR: output_path=tiny: must end in .pt",
         "",
@@ -131,7 +133,7 @@ def test_all_errors_are_reported_at_once():
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [(65, "<= 64"), (9 * 10**19, "<= 64 and be finite and < 2**63"), (13, "unlucky")],
+    [(65, "<= 64"), (9 * 10**19, f"<= 64 and be < {2**63}"), (13, "unlucky")],
 )
 def test_a_value_out_of_range(value, said):
     assert said in refused(f"--batch_size={value}")
@@ -157,7 +159,7 @@ def test_a_name_without_effect_is_accepted_and_noted_once(argv, written, capsys)
     """In the settings file and on the command line."""
     path = written("eval_iters = 200\nbatch_size = 4\n")
     assert parse(path, *argv, "--compile=True") == Tiny(batch_size=4, compile=True)
-    assert capsys.readouterr().out == "--eval_iters has no effect here: all is evaluated\n"
+    assert capsys.readouterr().out == "--eval_iters: no effect: all is evaluated\n"
 
 
 def test_the_help_is_that_of_tyro(capsys):
@@ -174,7 +176,7 @@ def test_a_settings_file_gives_defaults(written):
     assert parse(path) == parse("--config", path) == parse(f"--config={path}")
     assert parse(path, "--batch_size", "3") == Tiny(learning_rate=5e-4, batch_size=3)
     path = written("a = 2 * 4 + 1\nb = [-2, (8, None)]\nc = dict(d=2 * 3)\n")
-    assert read_config(path) == {"": {"a": 9, "b": [-2, (8, None)]}, "c": {"d": 6}}
+    assert read_config(path) == {"a": 9, "b": [-2, (8, None)], "c": {"d": 6}}
     for config in (ROOT / "config").glob("*.py"):
         assert read_config(str(config))
 
@@ -185,8 +187,8 @@ def test_a_dict_of_a_settings_file_is_a_section(written):
     )
     assert parse(path).contexts == (8, 16)
     assert parse(path, "--section", "natural_model") == Tiny(batch_size=2, contexts=(4,))
-    assert parse(path, "--section=another") == Tiny()
-    assert "but natural_model" in refused(path, "--section=natrual_model")
+    assert "has no section natrual_model" in refused(path, "--section=natrual_model")
+    assert "has no section train, but trian" in refused(written("trian = dict(batch_size=2)\n"))
 
 
 def test_a_settings_file_in_nanogpts_form(written):
@@ -212,9 +214,7 @@ def test_a_settings_file_in_nanogpts_form(written):
         "batch_size = 'a' + 1",
         "batch_size = 'a' * 99999999999",
         "run_name = str(dict(a=1))",
-        "train = 3; train = 3",
         "batch_size = (",
-        "train = dict(batch_size=1, batch_size=2)",
         "x = " + "(" * 500 + ")" * 500,
     ],
 )
@@ -237,26 +237,26 @@ def test_a_settings_file_starts_from_its_base(tmp_path, boxed):
     (tmp_path / "first.py").write_text("seed = 1\ntrain = dict(a=1, b=2)\nsample = dict(c=3)\n")
     (tmp_path / "second.py").write_text("base = 'first.py'\nseed = 2\ntrain = dict(b=4)\n")
     (tmp_path / "third.py").write_text("base = 'second.py'\n")
-    (tmp_path / "fourth.py").write_text("base = 'nowhere.py'\n")
-    expected = {"": {"seed": 2}, "train": {"a": 1, "b": 4}, "sample": {"c": 3}}
-    assert read_config(str(tmp_path / "second.py")) == expected
-    assert "--base=first.py" in boxed(str(tmp_path / "third.py"))  # one level only
-    with pytest.raises(FileNotFoundError, match=r"nowhere.py"):
-        read_config(str(tmp_path / "fourth.py"))
+    expected = {"seed": 2, "train": {"a": 1, "b": 4}, "sample": {"c": 3}}
+    assert read_config(str(tmp_path / "third.py")) == expected
+    (tmp_path / "late.py").write_text("seed = 3\nbase = 'first.py'\n")
+    assert "--base=first.py" in boxed(str(tmp_path / "late.py"))
+    for base in ("nowhere.py", "fourth.py"):  # missing, or the file itself
+        (tmp_path / "fourth.py").write_text(f"base = '{base}'\n")
+        assert "fourth.py cannot be read" in refused(str(tmp_path / "fourth.py"))
 
 
 def test_values_outside_sections_are_for_the_scripts_that_know_them(tmp_path):
     @dataclass
     class Other(Settings):
         own: int = 1
-        without_effect: ClassVar = {"old": "gone"}
 
     @dataclass
     class Main(Settings):
         seed: int = 1
 
     path = tmp_path / "config.py"
-    path.write_text("seed = 5\nown = 6\nother = dict(old=1)\n")
+    path.write_text("other = dict(own=6)\nseed = 5\nown = 4\n")
     classes = {"main": Main, "other": Other}
     given = parse_sections(classes, "main", [], read_config(str(path)))
     assert (given["main"].seed, given["other"].own) == (5, 6)

@@ -108,7 +108,7 @@ def test_settings_of_stages(capsys):
         SECTIONS,
         "run_cycles",
         words.split(),
-        {"natural_model": {"n_layer": 3}, "": {"device": "cpu"}},
+        {"natural_model": {"n_layer": 3}, "device": "cpu"},
     )
     own = CycleSettings(text=("a.txt",), controls=False, natural_model="b.pt", device="cpu")
     assert sections["run_cycles"] == own

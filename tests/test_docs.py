@@ -30,7 +30,7 @@ from helpers import ROOT, make_checkpoint, make_corpus, make_text, settings_of
 from test_train import NANOGPT_TRAIN
 
 from common.log import read_records
-from common.settings import parse_sections, read_config, values_of_section
+from common.settings import parse_sections, read_config
 from cycles.plan import Stage
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig
@@ -128,8 +128,8 @@ def check_command(line: str) -> list[str]:
             sections = SECTIONS
         given = parse_sections(sections, script, words[2:], {})
         contents = read_config(given["config"])
-        if script != "run_cycles":
-            contents = {script: values_of_section(contents, given["section"] or script)}
+        if given["section"] is not None:
+            contents[script] = contents[given["section"]]
         parse_sections(sections, script, words[2:], contents)
         return words
     return []
