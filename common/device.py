@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.process import UserError, one_line
+from common.process import explaining
 
 
 def select_device(name: str) -> torch.device:
@@ -29,15 +29,12 @@ def select_device(name: str) -> torch.device:
             name = "mps"
         if torch.cuda.is_available():
             name = "cuda"
-    try:
+    with explaining(f"device={name!r} is not available here", "use auto, cpu, cuda, cuda:N or mps"):
         device = torch.device(name)
         if device.type == "cuda":
             torch.cuda.get_device_properties(device)  # each rank of torchrun looks at device 0
         else:
             torch.zeros(1, device=device).item()  # torch has devices without data: meta
-    except (RuntimeError, AssertionError, ImportError) as error:
-        problem = f"device={name!r} is not available here ({one_line(error):.120})"
-        raise UserError(f"ERROR: {problem}: use auto, cpu, cuda, cuda:N or mps") from None
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     return device
@@ -59,12 +56,9 @@ def check_compiler(device: torch.device) -> None:
     a C compiler. Forget what was compiled before: torch compiles a function only a few times.
     """
     torch.compiler.reset()
-    try:
+    remedy = "install g++ (for CUDA also gcc), or leave out --compile"
+    with explaining("compile=True: torch.compile fails here", remedy):
         torch.compile(lambda x: x.exp())(torch.zeros(1, device=device))
-    except Exception as error:  # any error of the compiler or of the packages that call it
-        problem = f"torch.compile fails here ({one_line(error):.200})"
-        remedy = "install g++ (for CUDA also gcc), or leave out --compile"
-        raise UserError(f"ERROR: compile=True: {problem}; {remedy}") from None
 
 
 def free_memory(device: torch.device) -> int:

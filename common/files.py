@@ -21,10 +21,11 @@ from typing import Any
 import filelock
 import torch
 
-from common.process import UserError, one_line, require, until_main_ends
+from common.process import UserError, explaining, require
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CHUNK = 1 << 20  # characters or tokens that are read at a time
+held_locks: list[filelock.BaseFileLock] = []  # until the process ends
 
 
 @contextlib.contextmanager
@@ -35,7 +36,6 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)  # do not write through a link of this name
     try:
         yield partial
         with open(partial, "rb") as file:
@@ -68,13 +68,11 @@ def read_pieces(path: str | os.PathLike) -> Iterator[str]:
     """
     try:
         with open(path, encoding="utf-8-sig") as file:
-            piece = file.read(CHUNK)
-            while piece:
+            for piece in iter(lambda: file.read(CHUNK), ""):
                 require(
                     "\0" not in piece, f"{path} contains a NUL character, so it is not UTF-8 text"
                 )
                 yield piece
-                piece = file.read(CHUNK)
     except UnicodeDecodeError as error:
         encoding = "LATIN1"
         if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -109,17 +107,11 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-@contextlib.contextmanager
 def reading(
     path: str | os.PathLike, way_out: str = "use another file", kind: type[UserError] = UserError
-) -> Iterator[None]:
-    """Turn an error of reading a file into one line: PATH cannot be read (cause): way out."""
-    try:
-        yield
-    except (KeyboardInterrupt, MemoryError):
-        raise
-    except BaseException as error:  # damaged bytes can raise anything, and Rust code panic
-        raise kind(f"ERROR: {path} cannot be read ({one_line(error):.120}): {way_out}") from None
+) -> contextlib.AbstractContextManager[None]:
+    """Turn any error of reading a file into one line: PATH cannot be read (cause): WAY OUT."""
+    return explaining(f"{path} cannot be read", way_out, kind)
 
 
 def read_json(path: str | os.PathLike) -> Any:
@@ -142,8 +134,6 @@ def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
 
 def load_state(path: str | Path, way_out: str = "use another file") -> dict[str, Any]:
     """Return the dict of tensors and plain values in a file, on the CPU; nothing is executed."""
-    path = Path(path)
-    require(path.is_file(), f"Model file not found: {path}")
     # torch warns about old formats.
     with reading(path, way_out), warnings.catch_warnings(action="ignore"):
         try:
@@ -155,15 +145,16 @@ def load_state(path: str | Path, way_out: str = "use another file") -> dict[str,
 
 
 def lock_output(path: Path) -> None:
-    """Lock the output of a run until main() ends; raise UserError if another process holds it."""
+    """Lock the output of a run until the process ends; raise UserError if another one holds it."""
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
     try:
-        until_main_ends.enter_context(lock)
+        lock.acquire()
     except filelock.Timeout:
         remedy = "wait for it, or choose another output"
         raise UserError(f"ERROR: {path} is being written by another process: {remedy}") from None
+    held_locks.append(lock)
 
 
 def is_hub_name(name: str) -> bool:

@@ -33,7 +33,15 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).removeprefix("ERROR: ").split()) or type(error).__name__
 
 
-until_main_ends = contextlib.ExitStack()  # locks and files that stay open while main() runs
+@contextlib.contextmanager
+def explaining(problem: str, way_out: str, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Turn any error into a UserError of one line: PROBLEM (cause): WAY OUT."""
+    try:
+        yield
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except BaseException as error:  # damaged bytes can raise anything, and Rust code panic
+        raise kind(f"ERROR: {problem} ({one_line(error):.120}): {way_out}") from None
 
 
 def interrupt(number: int, frame: Any) -> None:
@@ -64,8 +72,7 @@ def run_main(
             several_ranks or os.environ.get("WORLD_SIZE", "1") == "1",
             "only train.py runs under torchrun: start this script with python",
         )
-        with until_main_ends:
-            main()
+        main()
         status = 0
     except UserError as error:
         message = str(error)
@@ -74,10 +81,9 @@ def run_main(
         if is_main_rank():
             message = f"Interrupted. {resume_hint}"
     except (RuntimeError, MemoryError) as error:
-        # Compare messages: torch has an error class for it only on CUDA.
-        phrases = ("out of memory", "not enough memory", "can't allocate memory")
-        is_known = any(phrase in str(error) for phrase in phrases)
-        if not is_known and not isinstance(error, MemoryError):
+        # Compare texts: torch has an error class for it only on CUDA.
+        phrases = ("MemoryError", "out of memory", "not enough memory", "can't allocate memory")
+        if not any(phrase in repr(error) for phrase in phrases):
             raise
         message = f"ERROR: out of memory ({one_line(error):.200}): {memory_remedy}"
     except OSError as error:
@@ -118,9 +124,8 @@ def flag_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         flagged.append(number)
 
-    handlers = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        handlers[number] = signal.signal(number, flag)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: signal.signal(number, flag) for number in numbers}
     try:
         yield flagged
     finally:

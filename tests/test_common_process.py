@@ -70,20 +70,6 @@ def test_characters_outside_the_encoding_of_stdout_are_replaced(monkeypatch, cap
     assert stdout.buffer.getvalue() == b"caf\xe9 ?\n"
 
 
-@pytest.mark.parametrize("error", [None, UserError("ERROR: no")])
-def test_locks_are_released_however_main_ends(capsys, error):
-    released = Mock()
-
-    def main():
-        process.until_main_ends.callback(released)
-        released.assert_not_called()
-        if error:
-            raise error
-
-    end_of(main, capsys)
-    released.assert_called_once()
-
-
 def test_signals_wait_and_a_second_ctrl_c_does_not():
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with flag_signals() as flagged:
