@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.device import autocast, evaluating
 from common.distributed import ONE_RANK, Ranks
-from common.log import counted
+from common.log import progress
 from data_loader import Corpus, read_windows, split_windows, validation_part
 from metrics.bootstrap import bootstrap_blocks
 
@@ -88,7 +88,7 @@ def text_losses(
     device = next(model.parameters()).device
     windows = split_windows(len(tokens), block_size, num_rows, max_tokens)
     own_windows = windows[ranks.share(len(windows))]
-    shown_windows = counted(own_windows, len(own_windows), "Evaluating")
+    shown_windows = progress("Evaluating", iterable=own_windows)
     batches = (read_windows(tokens, starts, block_size, device) for starts in shown_windows)
     return torch.cat(ranks.collect(token_losses(model, batches, temperatures)), 1)
 

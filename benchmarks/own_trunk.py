@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from common.device import random_stream
 from common.files import read_json, write_json
-from common.log import counted, print0
+from common.log import print0, progress
 from common.process import require, run_main
 from common.settings import parse_settings
 from examples.heal_pruned_model import LENGTH, HealSettings, prune
@@ -173,7 +173,7 @@ def head_inputs(model: Any, ids: Tensor, layers: tuple[int, ...]) -> Tensor:
     The model reads them in bfloat16, which saves half of the time.
     """
     parts = []
-    for part in counted(ids.split(8), len(ids) // 8, "Reading"):
+    for part in progress("Reading", iterable=ids.split(8)):
         with torch.autocast(model.device.type, torch.bfloat16):
             output = model(input_ids=part, output_hidden_states=True, use_cache=False)
         log_probs = token_log_probs(output.logits[:, :-1], part[:, 1:])

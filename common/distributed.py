@@ -7,7 +7,6 @@ Without torchrun the process is rank 0 of 1. Rank 0 saves. Numbers and objects a
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -37,13 +36,6 @@ class Ranks:
         if self.world_size > 1:
             torch.distributed.all_gather_object(values, value)
         return values
-
-    def run_on_rank0(self, work: Callable[[], T]) -> T:
-        """Call `work` on rank 0, and return its result on all ranks."""
-        result: Any = None
-        if self.rank == 0:
-            result = work()
-        return self.collect(result)[0]
 
     def share(self, count: int) -> slice:
         """Return this rank's part of `count` rows: contiguous, and of equal size if the number of

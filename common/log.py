@@ -7,18 +7,16 @@ A record is a dict with `step`, written as one line of JSON.
 
 import importlib
 import json
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tqdm import tqdm
 
 from common.files import reading, write_text
-from common.process import UserError, is_main_rank, one_line
+from common.process import UserError, explaining, is_main_rank
 
-T = TypeVar("T")
 # Values printed to the console, in this order. Records contain all metrics.
 SHOWN = (
     "step",
@@ -33,29 +31,21 @@ SHOWN = (
 )
 
 
-def progress(total: int, description: str, unit: str = "it", initial: int = 0) -> tqdm:
+def progress(description: str, unit: str = "batch", **options: Any) -> tqdm:
     """Return a progress bar with rate and time left, on rank 0 and on a terminal.
 
-    It appears only if the work takes longer than 0.1 s, and disappears at the end.
+    It appears only if the work takes longer than 0.1 s, and disappears at the end. options: of
+    tqdm; `iterable` has a length, and the bar yields its items.
     """
     return tqdm(
-        total=total,
         desc=description,
         unit=unit,
-        initial=initial,
+        **options,
         delay=0.1,
         leave=False,
         dynamic_ncols=True,
-        disable=not is_main_rank() or not sys.stderr.isatty(),
+        disable=not is_main_rank() or None,  # None: tqdm looks whether it is a terminal
     )
-
-
-def counted(batches: Iterable[T], total: int, description: str) -> Iterator[T]:
-    """Yield the batches, and advance a progress bar after each."""
-    with progress(total, description, "batch") as bar:
-        for batch in batches:
-            yield batch
-            bar.update()
 
 
 def print0(line: str = "") -> None:
@@ -96,7 +86,7 @@ class RunLog:
     """Writes the records of a run, on rank 0.
 
     The first record replaces an earlier run's, except those up to step `kept` of a resumed run
-    (-1: none). A `tracker` also gets the numbers of each record, and its step.
+    (-1: none). A `tracker` also gets the numbers among the metrics of each step.
     """
 
     def __init__(self, path: str | Path, kept: int = -1) -> None:
@@ -115,28 +105,23 @@ class RunLog:
         if not is_main_rank():
             return
         if not self.is_open:
-            self._open()
+            kept = []
+            if self.kept >= 0:
+                for earlier in read_records(self.path):
+                    if earlier["step"] <= self.kept and not earlier.get("final"):
+                        kept.append(json.dumps(earlier) + "\n")
+            write_text(self.path, "".join(kept))
+            self.is_open = True
         seconds = round(time.monotonic() - self.start, 3)
-        values = {"seconds": seconds, **metrics}
-        record = {"step": step, **values}
+        record = {"step": step, "seconds": seconds, **metrics}
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         if self.tracker is not None:
-            numbers = {n: value for n, value in values.items() if isinstance(value, (int, float))}
+            numbers = {n: value for n, value in metrics.items() if isinstance(value, (int, float))}
             self.tracker(numbers, step=step)
         if not quiet:
             shown = {name: record[name] for name in SHOWN if name in record}
             print0(f"{format_metrics(shown)} | {seconds:.0f} s")
-
-    def _open(self) -> None:
-        """Write the file with the records that are kept."""
-        lines = []
-        if self.kept >= 0:
-            for record in read_records(self.path):
-                if record["step"] <= self.kept and not record.get("final"):
-                    lines.append(json.dumps(record) + "\n")
-        write_text(self.path, "".join(lines))
-        self.is_open = True
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
@@ -161,7 +146,8 @@ def start_tracker(
     """
     if tracker == "none" or not is_main_rank():
         return None
-    try:
+    # It can be missing, lack a login, or have no network.
+    with explaining(f"--tracker {tracker}", "pip install it and log in, or leave the option out"):
         if tracker == "wandb":
             wandb = importlib.import_module("wandb")
             # reinit ends the run of an earlier training in this process.
@@ -169,8 +155,6 @@ def start_tracker(
             return run.log
         tensorboard = importlib.import_module("torch.utils.tensorboard")
         writer = tensorboard.SummaryWriter(str(output.with_suffix(".tensorboard")))
-    except Exception as error:  # not installed, not logged in, no network
-        raise UserError(f"ERROR: --tracker {tracker}: {one_line(error)}") from None
 
     def send(numbers: Mapping[str, Any], step: int) -> None:
         for key, value in numbers.items():

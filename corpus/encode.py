@@ -154,7 +154,7 @@ def encode_segments(
     """
     total = sum(size for _, size in segments)
     text = ""
-    with progress(total, "Encoding", "char") as bar:
+    with progress("Encoding", "char", total=total) as bar:
         for name, piece, is_last in cut_segments(texts, segments):
             bar.update(len(piece))
             if not name:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.device import random_stream
-from common.log import counted
+from common.log import progress
 from common.process import require
 from generation.prompts import draw_crossovers
 from training.huggingface import load_transformers
@@ -80,7 +80,7 @@ def complete(
     different = crossovers.unique().tolist()
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        for crossover in counted(different, len(different), "Crossovers"):
+        for crossover in progress("Crossovers", iterable=different):
             for rows in (crossovers == crossover).nonzero()[:, 0].split(ROWS):
                 prompts = natural[rows, :crossover].to(model.device)
                 written = model.generate(

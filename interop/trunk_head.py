@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.log import counted, print0
+from common.log import print0, progress
 from interop.samples import Samples
 from losses import token_log_probs
 from reward.posterior import natural_share
@@ -72,7 +72,7 @@ class TrunkHead(nn.Module):
         shape = (len(layers), *ids.shape, self.num_inputs)
         inputs = torch.empty(shape, dtype=torch.float16, device="cpu")
         batches = torch.arange(len(ids)).split(self.generator.rows_at_a_time())
-        for rows in counted(batches, len(batches), "Hidden states"):
+        for rows in progress("Hidden states", iterable=batches):
             inputs[:, rows] = self.inputs(ids[rows].to(self.device), layers)[0].cpu()
         return inputs
 

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from common.device import autocast
 from common.files import reading
-from common.log import counted
+from common.log import progress
 from common.process import require
 from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig
@@ -155,7 +155,7 @@ def features_of(model: RewardModel, rows: np.ndarray) -> Tensor:
     batches = np.array_split(rows, num_batches)
     features = []
     with autocast(device):
-        for batch in counted(batches, num_batches, "Reading reward data"):
+        for batch in progress("Reading reward data", iterable=batches):
             idx = torch.tensor(batch, dtype=torch.int64, device=device)
             features.append(model.features(idx).float())
     return torch.cat(features)

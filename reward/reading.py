@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.log import counted
+from common.log import progress
 from reward.posterior import crossover_log_posterior, natural_probabilities
 
 WINDOWS = 8  # read at a time
@@ -44,7 +44,7 @@ def text_evidence(evidence: Callable[[Tensor], Tensor], ids: Tensor, length: int
     batches = starts.split(WINDOWS)
     result = torch.zeros(n)
     end = 0  # of the tokens that have their evidence
-    for batch in counted(batches, len(batches), "Reading the text"):
+    for batch in progress("Reading the text", iterable=batches):
         windows = ids[batch[:, None] + torch.arange(length)]  # (B, T)
         for start, values in zip(batch.tolist(), evidence(windows).cpu(), strict=True):
             result[end : start + length] = values[end - start :]

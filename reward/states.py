@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from common.device import random_stream
-from common.log import counted
+from common.log import progress
 from losses import MAX_LOG_RATIO
 from reward.posterior import crossover_loss
 from training.optimizers import Best, make_optimizers, take_step
@@ -99,7 +99,7 @@ def train_state_head(
     optimizers = make_optimizers(head, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     best = Best(PATIENCE)
     head.zero_grad()  # an interrupted training may have left gradients
-    for epoch in counted(range(1, MAX_EPOCHS + 1), MAX_EPOCHS, title):
+    for epoch in progress(title, iterable=range(1, MAX_EPOCHS + 1)):
         order = torch.from_numpy(random_stream(seed, "order", epoch).permutation(len(train[1])))
         for rows in order.split(BATCH_SIZE):
             loss = crossover_loss(head(train[0][rows]), train[1][rows])

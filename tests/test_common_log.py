@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.log import RunLog, counted, read_records
+from common.log import RunLog, progress, read_records
 from common.process import UserError
 
 VALUES = st.one_of(
@@ -106,8 +106,11 @@ def test_a_metric_that_is_not_finite_is_refused_and_no_record_is_written(path, c
 def test_only_slow_work_has_a_bar(monkeypatch, capsys, slow):
     """The bar appears after one interval, and disappears at the end."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    batches = counted((time.sleep(0.15 * slow) or n for n in range(3)), 3, "Evaluating")
-    assert list(batches) == [0, 1, 2]
+    numbers = []
+    for number in progress("Evaluating", iterable=range(3)):
+        numbers.append(number)
+        time.sleep(0.15 * slow)
+    assert numbers == [0, 1, 2]
     printed = capsys.readouterr().err
     assert ("Evaluating:  67%" in printed) == slow
     assert "Evaluating" not in (printed.splitlines() or [""])[-1]

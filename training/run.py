@@ -110,8 +110,7 @@ class Run:
             self.state_path.is_file(),
             f"nothing to resume: {self.state_path} not found; use --init_from scratch",
         )
-        # Only rank 0 writes the state, so only rank 0 reads it.
-        state = self.ranks.run_on_rank0(lambda: load_state(self.state_path, WAY_OUT))
+        state = load_state(self.state_path, WAY_OUT)
         with self.reading():
             self.step = int(state["step"])
             self.saved = dict(state["parts"])
@@ -146,7 +145,7 @@ class Run:
         """
         with (
             flag_signals() as signals,
-            progress(total, "Training", "step", initial=self.step) as self.bar,
+            progress("Training", "step", total=total, initial=self.step) as self.bar,
         ):
             while not any(self.ranks.collect(len(signals))):
                 self.reason = stop() or ""
