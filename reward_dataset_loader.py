@@ -9,7 +9,6 @@ SPLIT_metadata.txt: `key: value` lines.
 The script ends with status 2 if the dataset is bad.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,7 +199,6 @@ class InspectSettings(Settings):
 def main() -> None:
     settings = parse_settings(InspectSettings, "reward_dataset_loader")
     print_dataset_info(settings.data_dir)
-    sys.stdout.flush()  # so that an error follows the report even where both go to one file
     train_loader, val_loader = create_reward_dataloaders(settings.data_dir, batch_size=4)
     x, y = next(iter(train_loader))
     num_train = len(train_loader.dataset)  # type: ignore[arg-type]

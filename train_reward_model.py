@@ -21,7 +21,6 @@ from common.device import random_stream, seed_step, select_device
 from common.log import RunLog, print0
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
-from metrics.bootstrap import better_than_constant
 from metrics.reward_skill import describe_skill, measure_skill
 from model import GPT
 from reward.heads import LastRewardModel, LikelihoodRewardModel, RewardModel, features_of
@@ -148,11 +147,6 @@ def run(settings: RewardModelSettings) -> dict[str, Any]:
     training = {"settings": asdict(settings), **record}
     checkpoint.save_checkpoint(output, model, base["tokenization"], base["data"], training)
     print0(f"\nSkill on the report part:\n{describe_skill(skill)}")
-    if not better_than_constant(skill["r2_low"]):
-        print0(
-            "Warning: on this data the reward model is not shown to beat a constant prediction. "
-            "Try --head likelihood, a better natural model, or more data."
-        )
     print0(f"Saved {output}")
     return record
 
@@ -227,9 +221,7 @@ def make_model(settings: RewardModelSettings, natural: GPT, generator: GPT) -> R
     config = replace(
         natural.config,
         mode="reward",
-        reward_head_type="last",
         reward_head_hidden_dim=settings.reward_head_hidden_dim,
-        dropout=0.0,
     )
     model = LastRewardModel(config)
     model.load_state_dict(natural.state_dict(), strict=False)  # all but the head

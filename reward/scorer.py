@@ -50,13 +50,11 @@ class RewardScorer:
         functions: Sequence[RewardFunction] = (),
     ) -> None:
         """reward_model: a RewardModel of the reference, or None: only functions give rewards."""
-        self.reference = reference.requires_grad_(False)
+        self.reference = reference
         self.reward_model = reward_model
         self.functions = functions
         self.is_ratio = reward_model is not None and reward_model.is_ratio
         self.gives_evidence = True  # False: the reward of a likelihood model is P(natural)
-        if reward_model is not None:
-            reward_model.requires_grad_(False)
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, written: Tensor, keep_hidden: bool = False) -> Scores:

@@ -61,9 +61,11 @@ class RewardFunction:
                 completion_ids=completions,
             )
             rewards = torch.as_tensor(returned, dtype=torch.float32, device="cpu").detach()
-            is_right = rewards.shape == ids.shape[:1] and bool(rewards.isfinite().all())
-            rule = f"return a finite number for each of the {len(ids)} completions"
-            require(is_right, f"returned {rewards.tolist()!s:.40}; {rule}")
+            require(
+                rewards.shape == ids.shape[:1] and bool(rewards.isfinite().all()),
+                f"returned {rewards.tolist()!s:.40}; return a finite number for each of the "
+                f"{len(ids)} completions",
+            )
         return rewards.to(ids.device)
 
     @contextlib.contextmanager
