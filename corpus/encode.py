@@ -11,7 +11,6 @@ a number of characters. A segment without a name is left out. Each segment is en
 
 import hashlib
 import itertools
-import math
 import re
 import string
 import subprocess
@@ -25,7 +24,6 @@ from typing import BinaryIO
 import numpy as np
 
 from common.files import atomic_path, read_json, read_pieces, text_file
-from common.log import progress
 from common.process import require
 from tokenization_manager import TokenizationManager
 
@@ -54,13 +52,13 @@ class Text:
     ends_line: bool  # whether it ends with a newline
 
 
-def find_texts(paths: Sequence[str | Path]) -> list[Text]:
+def find_texts(paths: Sequence[str | Path], others: Sequence[Text] = ()) -> list[Text]:
     """Read the text files that `paths` name, each once, and return them in order.
 
     A folder stands for the texts below it. Raise UserError for a path without text files, a file
-    that is not text, and a text that is given twice.
+    that is not text, and a text that is given twice or is one of `others`.
     """
-    texts: dict[str, Text] = {}
+    texts = {text.sha256: text for text in others}
     for path in map(Path, paths):
         files = texts_below(path) if path.is_dir() else [path]
         are_files = len(files) > 0 and all(file.is_file() for file in files)
@@ -74,7 +72,7 @@ def find_texts(paths: Sequence[str | Path]) -> list[Text]:
                 f"the same text is given twice, as {first.path} and as {text.path}: it could be "
                 "in two splits: leave one out",
             )
-    return list(texts.values())
+    return list(texts.values())[len(others) :]
 
 
 def texts_below(folder: Path) -> list[Path]:
@@ -84,7 +82,7 @@ def texts_below(folder: Path) -> list[Path]:
 
 
 def scan_text(path: Path) -> Text:
-    """Read a text file in full, in pieces. Raise UserError if it is empty."""
+    """Read a text file in full, in pieces."""
     digest = hashlib.sha256()
     num_characters = 0
     chars: set[str] = set()
@@ -93,7 +91,6 @@ def scan_text(path: Path) -> Text:
         digest.update(piece.encode())
         num_characters += len(piece)
         chars.update(piece)
-    require(num_characters > 0, f"{path} is empty: it has no text")
     return Text(path, digest.hexdigest(), num_characters, chars, piece.endswith("\n"))
 
 
@@ -132,17 +129,17 @@ def split_segments(texts: Sequence[Text], train_split: float = 0.9) -> Segments:
 
 
 def cut_segments(texts: Sequence[Text], segments: Segments) -> Iterator[tuple[str, str, bool]]:
-    """Yield the joined text in pieces: the segment's name, the piece, whether the segment ends."""
+    """Yield the named segments in pieces: the name, the piece, whether the segment ends."""
     pieces = joined_pieces(texts)
     rest = ""
     for name, size in segments:
         while size > 0:
-            rest = rest or next(pieces, "")
-            require(rest != "", "a text became shorter meanwhile: run the same command again")
+            rest = rest or next(pieces)
             piece = rest[:size]
             rest = rest[size:]
             size -= len(piece)
-            yield name, piece, size == 0
+            if name:
+                yield name, piece, size == 0
 
 
 def encode_segments(
@@ -152,22 +149,17 @@ def encode_segments(
 
     A part of a segment ends where a word ends. A text without spaces is cut anywhere.
     """
-    total = sum(size for _, size in segments)
     text = ""
-    with progress("Encoding", "char", total=total) as bar:
-        for name, piece, is_last in cut_segments(texts, segments):
-            bar.update(len(piece))
-            if not name:
-                continue
-            text += piece
-            if len(text) < PART_CHARACTERS and not is_last:
-                continue
-            part = text
-            words = WHOLE_WORDS.match(text)
-            if words is not None and not is_last:
-                part = words[0]
-            yield name, tokenizer.encode(part)
-            text = text[len(part) :]
+    for name, piece, is_last in cut_segments(texts, segments):
+        text += piece
+        if len(text) < PART_CHARACTERS and not is_last:
+            continue
+        part = text
+        words = WHOLE_WORDS.match(text)
+        if words is not None and not is_last:
+            part = words[0]
+        yield name, tokenizer.encode(part)
+        text = text[len(part) :]
 
 
 def load_text(
@@ -203,7 +195,7 @@ def make_tokenizer(
     if method == "bpe":
         return TokenizationManager("bpe")
     num_characters = sum(size for name, size in segments if name == "train")
-    step = math.ceil(num_characters / LEARNED_CHARACTERS)
+    step = 1 + num_characters // LEARNED_CHARACTERS
     parts = itertools.islice(training_parts(texts, segments), 0, None, step)
     return TokenizationManager.learn_bpe(parts, vocab_size)
 
@@ -225,7 +217,6 @@ def prepare_texts(
         tokenizer.method != "bpe" or "char" not in folder.name,
         f"{folder}: 'char' in the name marks a corpus of characters: choose another folder",
     )
-    print(f"length of dataset in characters: {sum(size for _, size in segments):,}")
     print(f"vocab size: {tokenizer.vocab_size:,}")
     files: dict[str, BinaryIO] = {}
     total = 0

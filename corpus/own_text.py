@@ -56,15 +56,8 @@ def make_corpora(
     own: the texts that the generator learns. natural: those that the natural model learns instead;
     without any, both corpora are the same folder. tokenizer: None to choose one by
     `choose_tokenization`. Return both folders and the number of tokens of the own texts. Raise
-    UserError for a text that is in both or too short, or that the tokenizer cannot encode.
+    UserError for a text that is too short, or that the tokenizer cannot encode.
     """
-    own_hashes = [text.sha256 for text in own]
-    for text in natural:
-        require(
-            text.sha256 not in own_hashes,
-            f"{text.path} is in text and in natural_text: the natural model would learn the test "
-            "text",
-        )
     size = count_characters(own)
     if size < MIN_TEST_CHARACTERS:
         warn(

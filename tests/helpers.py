@@ -26,7 +26,7 @@ from common.log import read_records
 from common.settings import Settings
 from corpus.encode import load_text
 from model import GPT, GPTConfig
-from tokenization_manager import TokenizationManager, save_meta
+from tokenization_manager import TokenizationManager
 from training.checkpoint import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -240,7 +240,7 @@ def make_corpus(folder: Path, text: str) -> Path:
     folder.mkdir(parents=True)
     (folder / "input.txt").write_text(text, encoding="utf-8")
     tokenizer = TokenizationManager.from_text(text)
-    save_meta(folder / "meta.pkl", tokenizer.chars)
+    tokenizer.save(folder)
     write_token_files(folder, load_text(folder, tokenizer))
     return folder
 

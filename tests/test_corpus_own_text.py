@@ -51,8 +51,9 @@ def test_the_last_tenths_are_held_out_of_both_corpora(texts, tmp_path):
 def test_texts_that_cannot_serve_are_refused(texts, tmp_path):
     own = find_texts([texts[0]])
     other = find_texts([texts[1]])
-    with pytest.raises(UserError, match=r"in text and in natural_text"):
-        make_corpora(own, own, None, tmp_path)
+    with pytest.raises(UserError, match=r"the same text is given twice"):
+        find_texts([texts[0]], own)
+    assert find_texts([texts[1]], own) == other
     with pytest.raises(UserError, match=r"tokens, but at least 25,000 are needed"):
         make_corpora(other, [], None, tmp_path)
     assert "natural_text is ignored without text" in refuse("run_cycles", natural_text=[texts[1]])

@@ -89,7 +89,7 @@ def test_works_go_to_the_parts_that_name_them(tmp_path, works, capsys):
     prepare_works(play, parts, tokenizer_folder=library)
     assert (play / "tokenizer.json").read_bytes() == (library / "tokenizer.json").read_bytes()
     assert tokens_of(play, "train", "val", "test") == ["bbbbb\n", "cc\n", "dzd"]
-    with pytest.raises(UserError, match="unknown titles: LEAR; choose from HAMLET; OTHELLO;"):
+    with pytest.raises(UserError, match="unknown title: LEAR; choose from HAMLET; OTHELLO;"):
         prepare_works(play, {"train": ["LEAR"]}, tokenizer_folder=library)
 
 

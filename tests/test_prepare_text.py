@@ -60,10 +60,7 @@ def test_characters_are_nanogpts_bytes(monkeypatch):
     assert files_of("novel") == nanogpt_char(text)
     in_memory = load_text("novel.txt", TokenizationManager(data_path="data/novel"))
     assert in_memory[1].tobytes() == files_of("novel")["val.bin"]
-    assert (
-        f"length of dataset in characters: {len(text):,}" in out
-        and f"vocab size: {len(set(text))}" in out
-    )
+    assert f"vocab size: {len(set(text))}" in out
     assert f"train has {int(len(text) * 0.9):,} tokens" in out
     assert out.endswith("next: python train.py --dataset novel\n")
 
@@ -114,7 +111,7 @@ def refused(*paths: str, **options: object) -> str:
 
 def test_texts_that_cannot_be_read():
     Path("empty.txt").touch()
-    assert "empty.txt is empty" in refused("empty.txt")
+    assert "no part of 0 characters empty" in refused("empty.txt")
     Path("latin1.txt").write_bytes("voilà".encode("latin-1"))
     Path("folder").mkdir()
     os.mkfifo("fifo.txt")

@@ -36,7 +36,7 @@ from generation.completions import complete
 from generation.kv_cache import cache_dtype
 from model import GPT, GPTConfig
 from reward_dataset_loader import RewardDataset
-from tokenization_manager import TokenizationInfo, TokenizationManager, save_meta
+from tokenization_manager import TokenizationInfo, TokenizationManager
 
 N = 16  # block_size of the tiny generator
 G = 4  # samples_per_chunk of the shared dataset
@@ -150,7 +150,7 @@ def test_counts_of_the_guide_as_printed(tmp_path):
     """
     tokens = np.random.default_rng(0).integers(11, size=900_000 // 128)
     write_token_files(tmp_path, (tokens, tokens[: 100_000 // 128]))
-    save_meta(tmp_path / "meta.pkl", "aehilmnorst")
+    TokenizationManager.from_text("aehilmnorst").save(tmp_path)
     model = make_checkpoint(tmp_path / "model.pt", 11, block_size=8)
     out = tmp_path / "reward_dataset"
     options = {"model_path": model, "dataset": tmp_path, "output_dir": out, "device": "cpu"}
@@ -232,7 +232,7 @@ def test_memory_grows_with_samples_per_chunk(monkeypatch, samples, generator, sp
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """Of 310 MB of tokens (a file with a hole, no room on the disk) not a tenth is allocated."""
-    save_meta(tmp_path / "meta.pkl", "abc")
+    TokenizationManager.from_text("abc").save(tmp_path)
     write_token_files(tmp_path, ([], [0] * 5000))
     os.truncate(tmp_path / "train.bin", 310_000_000)
     model = make_checkpoint(tmp_path / "model.pt", 3)
@@ -277,7 +277,7 @@ def test_a_vocabulary_numbered_otherwise_is_refused(tmp_path, corpus, generator)
         r"\b26\b.* in the data .*\b25\b", refuse_in_one_line("prepare_reward_data", **options)
     )
     chars = TokenizationManager(data_path=corpus).chars
-    save_meta(foreign / "meta.pkl", chars[::-1])
+    TokenizationManager.from_record({"method": "char", "chars": chars[::-1]}).save(foreign)
     (foreign / "input.txt").write_text(text)
     assert "with ids" in refuse_in_one_line("prepare_reward_data", **options)
     assert not (tmp_path / "out").exists()

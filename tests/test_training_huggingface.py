@@ -18,7 +18,7 @@ from helpers import assert_same_weights, make_checkpoint, refuse_in_one_line, su
 from common.files import read_json
 from common.process import UserError
 from model import GPT, GPTConfig
-from tokenization_manager import TokenizationManager, save_meta
+from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, find_model, load_checkpoint
 from training.huggingface import download_model, read_folder, their_model
 
@@ -262,7 +262,7 @@ def test_gpt2s_tokenizer_comes_back_as_bpe(tmp_path, transformers, bpe):
 
 @pytest.mark.interop
 def test_models_without_a_tokenizer_and_reward_models(tmp_path, transformers):
-    save_meta(tmp_path / "meta.pkl", "abc")
+    TokenizationManager.from_text("abc").save(tmp_path)
     path, out = make_checkpoint(tmp_path / "model.pt", 3), tmp_path / "hf"
     assert "--meta_path" in refuse_in_one_line(EXPORT, checkpoint_path=path, output_dir=out)
     record = TokenizationManager.from_text("abc").to_record()
