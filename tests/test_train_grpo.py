@@ -142,7 +142,7 @@ REFUSED = """
 --credit token --prefixes natural => prefixes is ignored with credit=token
 --prefixes natural --reward_threshold .5 => reward_threshold is ignored with prefixes=natural
 --prefixes natural --reward_function a.py:f => prefixes is ignored with a reward_function
---reward_function a.py:f --function_weight nan => function_weight=nan: must be finite
+--reward_function a.py:f --function_weight nan => function_weight=nan: must be < 9223372036854775808
 --reward_model_path None => reward_model_path is required
 --reward_model_path None --reward_function a.py:f --credit exact => reward_model_path is required
 --reward_model_path None --reward_function a.py:f --group_size 1 => group_size=1 leaves credit=auto
