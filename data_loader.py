@@ -113,10 +113,11 @@ def open_corpus(dataset: str, min_train_tokens: int) -> Corpus:
     Raise UserError if it is missing or damaged, or if it has fewer than min_train_tokens.
     """
     folder = dataset_folder(dataset)
-    remedy = "make it with prepare_text.py, or check --dataset"
-    if (folder / "prepare.py").is_file():
-        remedy = f"make it with `python {folder}/prepare.py`"
-    require((folder / "train.bin").is_file(), f"{folder}/train.bin not found: {remedy}")
+    require(
+        (folder / "train.bin").is_file(),
+        f"{folder.absolute()}/train.bin not found: run the prepare.py of that folder if it has "
+        "one, make the corpus with prepare_text.py, or check --dataset",
+    )
     tokenizer = TokenizationManager(data_path=folder)
     if tokenizer.method == "bpe":
         print0(

@@ -139,14 +139,11 @@ def test_bad_token_files(script, good, tmp_path, corpus):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_error_names_prepare_py_only_if_it_exists(good, tmp_path):
-    options = {**good["train"], "dataset": tmp_path}
-    line = refuse_in_one_line("train", **options)
-    assert f"{tmp_path}/train.bin" in line and "--dataset" in line and "prepare.py" not in line
-    (tmp_path / "prepare.py").touch()
-    assert f"`python {tmp_path}/prepare.py`" in refuse_in_one_line("train", **options)
-    line = refuse_in_one_line("train", **{**options, "dataset": "openwebtext"})
-    assert "openwebtext/train.bin not found" in line and "prepare_text.py" in line
+def test_the_error_of_a_missing_corpus_has_its_whole_path(good, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = refuse_in_one_line("train", **{**good["train"], "dataset": "openwebtext"})
+    assert f"{tmp_path}/data/openwebtext/train.bin not found: run the prepare.py" in line
+    assert "prepare_text.py" in line and "--dataset" in line
 
 
 def test_reward_data_are_checked_before_training(good, tmp_path, reward_data):
