@@ -226,8 +226,9 @@ def take_step(
     )
     if is_finite and grad_clip > 0:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, norm)
-    for optimizer in optimizers.optimizers:
-        scaler.step(optimizer)
+    if is_finite:  # the scaler skips only the optimizer whose own gradients overflowed
+        for optimizer in optimizers.optimizers:
+            scaler.step(optimizer)
     scaler.update()
     optimizers.zero_grad()
     return float(norm) if is_finite else None
