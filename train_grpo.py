@@ -119,7 +119,8 @@ class GRPOSettings(Settings):
     """weight of the KL to the start in the loss; None: 0 if the reward contains that KL, else
     0.04"""
     reward_threshold: float = setting(0.9, minimum=0, maximum=1, changeable=True)
-    """stop when the mean P(natural) over a tenth of max_steps (at most 10 steps) reaches this"""
+    """stop when the mean P(natural) over a tenth of max_steps (at most 10 steps) reaches this;
+    1: never"""
     eval_interval: int = setting(10, minimum=1)
     """steps between evaluations of natural loss and fresh completions"""
     tracker: Literal["none", "wandb", "tensorboard"] = setting("none", changeable=True)
@@ -137,20 +138,17 @@ class GRPOSettings(Settings):
     def check_settings(self, errors: Errors) -> None:
         """Note options that have no effect beside others, and options that are missing."""
         is_sampled = self.credit in ("token", "sequence")
+        is_natural = self.prefixes == "natural"
         unused = (  # where it applies, the options without effect, why
             (self.credit == "exact", ("reward", "beta"), "credit=exact"),
             (self.is_exact_alone, ("epsilon",), "credit=exact and no reward_function"),
             (is_sampled, ("prefixes",), f"credit={self.credit}"),
             (bool(self.reward_function), ("prefixes",), "a reward_function"),
+            (not self.reward_model_path, ("reward",), "a reward_function and no reward model"),
             (
-                not self.reward_model_path,
-                ("reward_threshold", "reward"),
-                "a reward_function and no reward model",
-            ),
-            (
-                self.prefixes == "natural",
+                self.reward_threshold < 1 and bool(self.reward_function or is_natural),
                 ("reward_threshold",),
-                "prefixes=natural, which samples no text to reward",
+                "prefixes=natural or a reward_function",
             ),
         )
         for applies, names, reason in unused:
@@ -278,6 +276,8 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
         figures: dict[str, Any] = {}
         if settings.prefixes == "own":
             figures.update(step_figures(rollouts, scores, advantages, G))
+        if settings.is_exact_alone:  # no advantages
+            figures.pop("flat_groups", None)
         stops.update(figures)
 
         # Update the policy, until it is too far from the one that sampled.

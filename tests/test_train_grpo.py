@@ -141,6 +141,7 @@ REFUSED = """
 --credit exact --epsilon .1 => epsilon is ignored with credit=exact
 --credit token --prefixes natural => prefixes is ignored with credit=token
 --prefixes natural --reward_threshold .5 => reward_threshold is ignored with prefixes=natural
+--reward_function a.py:f --reward_threshold .5 => reward_threshold is ignored with prefixes=natural or a reward
 --prefixes natural --reward_function a.py:f => prefixes is ignored with a reward_function
 --reward_function a.py:f --function_weight nan => function_weight=nan: must be < 9223372036854775808
 --reward_model_path None => reward_model_path is required
@@ -324,12 +325,13 @@ def test_rollouts_are_completions_or_rows_of_the_corpus_each_after_a_prompt_of_i
 
 @pytest.mark.parametrize("more", [{}, {"prefixes": "natural"}], ids=str)
 def test_the_exact_gradient_nears_the_mixture(good, monkeypatch, more):
-    """From one completion a prompt; there is no advantage, and no clip, to record.
+    """There is no advantage, and no clip, to record.
 
     Natural prefixes have no threshold and no plateau, and one line says so.
     """
     monkeypatch.setattr(stopping, "CAPS", {})
     options = {**good, **EXACT, **more, "max_steps": 8, "learning_rate": 1e-2, "eval_interval": 4}
+    options["group_size"] = 2
     lines = succeed("train_grpo", **options).splitlines()
     said = [line for line in lines if line.startswith("Natural prefixes: ")]
     assert len(said) == len({"prefixes"} & more.keys())
