@@ -17,8 +17,9 @@ from training.checkpoint import load_checkpoint
 IDS = torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0]])
 MASK = torch.tensor([[False, True, True], [True, True, True]])
 LETTERS = """
+from the_letter import LETTER
 def share(completions, **kwargs):
-    return [text.count("e") / len(text) for text in completions]
+    return [text.count(LETTER) / len(text) for text in completions]
 """
 
 
@@ -155,10 +156,11 @@ def test_a_policy_learns_what_the_function_rewards(
     tmp_path, monkeypatch, corpus, generator, reward_model
 ):
     """Alone: no R2 and no P(natural); the records have its rewards. A run is resumed with the
-    same file alone.
+    same file alone, and with the same modules beside it.
     """
     monkeypatch.setattr(stopping, "CAPS", {})
     (tmp_path / "letters.py").write_text(LETTERS)
+    (tmp_path / "the_letter.py").write_text("LETTER = 'e'\n")
     options = {
         "base_model_path": generator,
         "dataset": corpus,
@@ -183,6 +185,7 @@ def test_a_policy_learns_what_the_function_rewards(
     assert training["settings"]["beta"] == 0.04
     assert training["kept_step"] == 12
     assert "letters.py" in out and "executed" in out and "R2" not in out
+    assert "Credit: sequence; group size: 8;" in out  # what credit=auto chose
     words = shlex.split(out.partition("python evaluate.py ")[2])
     measured = succeed("evaluate", *words, "--function_weight", "2", device="cpu")
     before, after = re.findall(r"fresh_reward_share (0\.\d+) \(", measured)
@@ -194,5 +197,5 @@ def test_a_policy_learns_what_the_function_rewards(
     assert "reward_model_path was" in refuse_in_one_line(
         "train_grpo", **resumed, reward_model_path=reward_model
     )
-    (tmp_path / "letters.py").write_text(LETTERS + "# another\n")
+    (tmp_path / "the_letter.py").write_text("LETTER = 't'\n")
     assert "letters.py:share was" in refuse_in_one_line("train_grpo", **resumed)

@@ -7,6 +7,7 @@ The state is saved at each evaluation and, on Ctrl-C or SIGTERM, after the curre
 run of the same settings and inputs ends in the same tensors.
 """
 
+import ast
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -41,7 +42,10 @@ INPUTS = (  # settings that name what a script reads
 
 
 def hash_inputs(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the hashes of all files that the settings of a script name, by setting or function."""
+    """Return the hashes of all files that the settings of a script name, by setting or function.
+
+    The hashes of a reward function are those of `code_files`.
+    """
     hashes = {}
     for name in INPUTS:
         paths = settings.get(name) or ()
@@ -53,8 +57,29 @@ def hash_inputs(settings: Mapping[str, Any]) -> dict[str, str]:
         if files:
             hashes[name] = " ".join(map(hash_model, files))
     for function in settings.get("reward_function") or ():
-        hashes[function] = hash_file(function.rpartition(":")[0])
+        files_of_function = code_files(function.rpartition(":")[0])
+        hashes[function] = " ".join(map(hash_file, files_of_function))
     return hashes
+
+
+def code_files(path: str) -> list[Path]:
+    """Return a Python file and the files of its folder that it imports, directly or not.
+
+    Imports within functions count too, and all files of a package. Nothing is executed.
+    """
+    files = [Path(path)]
+    folder = files[0].parent
+    for file in files:  # grows by what each file imports
+        with reading(file):
+            tree = ast.parse(file.read_bytes())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for alias in node.names:
+                    module = getattr(node, "module", None) or alias.name
+                    name = module.partition(".")[0]
+                    found = [folder / f"{name}.py", *sorted((folder / name).rglob("*.py"))]
+                    files += [each for each in found if each.is_file() and each not in files]
+    return files
 
 
 class Run:
