@@ -54,7 +54,8 @@ class RewardDataset(Dataset):
             f"--output_dir {self.data_dir} --data_path data/shakespeare/input.txt",
         )
         with reading(f"{start}*", "make the dataset again"):
-            lines = metadata_path.read_text(encoding="utf-8").splitlines()
+            # splitlines() would also split at a U+2028 within a path
+            lines = metadata_path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
             metadata = dict(line.split(": ", 1) for line in lines)
             self.metadata = metadata
             self.y = np.memmap(f"{start}y.bin", "<f4", "r").reshape(-1, 2)

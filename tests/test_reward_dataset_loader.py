@@ -30,6 +30,7 @@ def write_split(
         "x_shape": x.shape,
         "format_version": 1,
         "seed": 42,
+        "model_path": "a\u2028b.pt",
         "tokenization_method": "char",
         "vocab_size": 65,
         "meta_path": "data/shakespeare_char/meta.pkl",
@@ -61,6 +62,7 @@ def test_samples_are_those_of_the_files(folder):
     dataset = RewardDataset(folder)
     assert (len(dataset), dataset.block_size) == (18, 8)
     assert dataset.metadata["seed"] == "42"
+    assert dataset.metadata["model_path"] == "a\u2028b.pt"  # is in one line
     assert dataset.get_tokenization_info() == TokenizationInfo(
         "char", 65, "data/shakespeare_char/meta.pkl"
     )
