@@ -98,6 +98,8 @@ class EvaluateSettings(Settings):
         is_scored = self.reward_model_path is not None or bool(self.reward_function)
         what = "a reward model or function needs a baseline, the generator that GRPO started from"
         errors.check(has_baseline or not is_scored, what, "Pass it with --baseline")
+        if not self.reward_function:
+            self.check_ignored(errors, ["function_weight"], "without a reward_function")
         if self.samples is None:
             self.check_ignored(errors, ["word_dataset"], "without samples")
 

@@ -120,9 +120,12 @@ def run(settings: RewardModelSettings) -> dict[str, Any]:
     if settings.natural_model_path is not None:
         natural = load_natural_model(settings.natural_model_path, base, metadata)
     model = make_model(settings, natural, generator).to(device).eval()
-    print0(f"{device}: {settings.head} head; {len(train_set):,} samples")
     log = RunLog(output.with_suffix(".jsonl"))
     select_rows, report_rows = rows_by_part(val_set)
+    print0(
+        f"{device}: {settings.head} head; {len(select_rows):,} samples select, "
+        f"{len(report_rows):,} report"
+    )
     select = read_rows(model, val_set, select_rows)
     report, labels = read_rows(model, val_set, report_rows)
 

@@ -165,8 +165,13 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(
         "device": "cpu",
     }
     assert "tokens of text, got" in refuse_in_one_line("evaluate", **options)
-    message = refuse("evaluate", split="train", part="report", samples=1)
-    for said in ("checkpoints is required", "part is ignored when split is 'train'", "samples=1"):
+    message = refuse("evaluate", split="train", part="report", samples=1, function_weight=2)
+    for said in (
+        "checkpoints is required",
+        "part is ignored when split is 'train'",
+        "function_weight is ignored without a reward_function",
+        "samples=1",
+    ):
         assert f"ERROR: {said}" in message
 
 

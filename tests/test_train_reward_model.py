@@ -133,7 +133,8 @@ def test_the_better_of_two_epochs_is_kept_and_an_output_until_overwritten(
     """The trunk stays as it was; of two epochs the better is kept, by the loss on the half that
     selects.
     """
-    succeed("train_reward_model", **good, **LAST, reward_head_hidden_dim=9)
+    out = succeed("train_reward_model", **good, **LAST, reward_head_hidden_dim=9)
+    assert "cpu: last head; 24 samples select, 64 report" in out
     checkpoint, model = load_result(good)
     assert (model.config.reward_head_type, model.config.reward_head_hidden_dim) == ("last", 9)
     assert_same_weights(trunk_of(checkpoint["model"]), trunk_of(weights(generator)))
