@@ -269,17 +269,37 @@ def load_text_quality(
 ) -> TextQuality:
     """Return the measure of text quality for models with a context of `length` tokens.
 
+    The judge reads judge.bin of the natural corpus, or without it the text of train.bin.
     Prompts are from the report part, or from the tokens (n,) of another split: parts of a text can
     differ in their diversity.
     """
     natural = corpus
     if settings.word_dataset is not None:
         natural = open_corpus(settings.word_dataset, 2)
-    library = natural.tokenizer.decode(natural.train[:MAX_CHARACTERS])[:MAX_CHARACTERS]
+    decode = natural.tokenizer.decode
+    library = decode(natural.train[:MAX_CHARACTERS])[:MAX_CHARACTERS]
+    judged = library
+    judge_text = "natural"
+    judge_file = natural.folder / "judge.bin"
+    if judge_file.is_file():
+        unread = open_token_file(judge_file, "judge", natural.tokenizer.vocab_size)
+        judged = decode(unread[:MAX_CHARACTERS])
+        # What a model of another corpus has read is unknown.
+        known = [corpus.record, natural.record]
+        if all(ckpt.load_checkpoint(path)["data"] in known for path in settings.checkpoints):
+            judge_text = "unread"
     if settings.split == "val":
         tokens = validation_part(corpus.val, length, "report")
     assert settings.samples is not None
-    return TextQuality(corpus.tokenizer, library, tokens, length, settings.samples)
+    return TextQuality(
+        corpus.tokenizer,
+        library,
+        tokens,
+        length,
+        settings.samples,
+        judged=judged,
+        judge_text=judge_text,
+    )
 
 
 @torch.no_grad()
@@ -322,14 +342,14 @@ def save_temperature(path: str, temperature: float, output_path: str | None) -> 
 
 
 def print_figures(figures: Mapping[str, Any], indent: str = "  ") -> None:
-    """Print the numbers among the figures, by the names that docs/reference.md defines."""
+    """Print numbers and words among the figures, by the names that docs/reference.md defines."""
     for name, value in figures.items():
         if isinstance(value, dict):
             print0(f"{indent}{name}:")
             print_figures(value, indent + "  ")
         elif f"{name}_low" in figures:
             print0(f"{indent}{name} {format_figure(figures, name)}")
-        elif isinstance(value, int | float) and not name.endswith(RESERVED_ENDINGS):
+        elif isinstance(value, int | float | str) and not name.endswith(RESERVED_ENDINGS):
             print0(indent + format_metrics({name: value}))
 
 

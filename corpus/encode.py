@@ -37,7 +37,15 @@ PART_CHARACTERS = 1 << 19
 # change if it is cut before the first space or newline after a word.
 WHOLE_WORDS = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 TITLES_FILE = "titles.json"  # the works in train.bin
-CORPUS_FILES = ("meta.pkl", "tokenizer.json", "train.bin", "val.bin", "test.bin", TITLES_FILE)
+CORPUS_FILES = (
+    "meta.pkl",
+    "tokenizer.json",
+    "train.bin",
+    "val.bin",
+    "test.bin",
+    "judge.bin",
+    TITLES_FILE,
+)
 Segments = Sequence[tuple[str, int]]
 
 
@@ -259,8 +267,14 @@ def titles_of(texts: Sequence[Text], folder: str) -> list[str]:
 
 
 def prepare_corpus(folder: str) -> None:
-    """Run the prepare.py in a corpus's folder if its token files are missing."""
-    if Path(folder, "train.bin").is_file() and Path(folder, "val.bin").is_file():
+    """Run the prepare.py in a corpus's folder if its token files are missing.
+
+    A corpus of works has a judge.bin; those of earlier versions lack it.
+    """
+    names = ["train.bin", "val.bin"]
+    if Path(folder, TITLES_FILE).is_file():
+        names.append("judge.bin")
+    if all(Path(folder, name).is_file() for name in names):
         return
     script = Path(folder, "prepare.py")
     require(

@@ -3,8 +3,9 @@
     python run_cycles.py --text my_novel.txt --natural_text other_novels/
 
 The last tenth of your text becomes test.bin, the tenth before it val.bin. The corpus of the natural
-texts has the same val.bin, test.bin and vocabulary. `choose_tokenization` has the rule for the
-tokens: characters, or byte pairs learned from the training parts of both.
+texts has the same val.bin, test.bin and vocabulary. If it is long enough, its last tenth becomes
+judge.bin, natural text that no model reads. `choose_tokenization` has the rule for the tokens:
+characters, or byte pairs learned from the training parts of both.
 """
 
 import shutil
@@ -38,6 +39,8 @@ MOST_LEARNED = 4096
 CHARACTERS_OF_PAIRS = 2.0  # at most: characters of a token with so few pairs
 MIN_TOKENS = 25_000  # enough blocks for intervals
 MIN_TEST_CHARACTERS = 160_010  # enough for the intervals of the test text's losses
+# Natural texts of so many characters can spare a tenth for the judge of generated text.
+MIN_JUDGED_CHARACTERS = 300_000
 # Sizes: those of the default, whose play has DEFAULT_TOKENS.
 DEFAULT_TOKENS = 80_000
 SHORT_TEXT = 50_000  # tokens
@@ -67,11 +70,16 @@ def make_corpora(
     tenth = size // 10
     num_training = size - 2 * tenth
     texts = [*natural, *own]
+    # The text before the own texts, with the newline that separates them
     num_natural = count_characters(texts) - size
+    natural_segments = [("train", num_natural)]
+    if num_natural >= MIN_JUDGED_CHARACTERS:
+        num_judged = num_natural // 10
+        natural_segments = [("train", num_natural - num_judged), ("judge", num_judged)]
     if tokenizer is None:
         method, vocab_size = choose_tokenization(size, characters_of(texts))
         print(f"tokens: {method}, {vocab_size} ids")
-        training = [("train", num_natural + num_training)]
+        training = [*natural_segments, ("train", num_training)]
         tokenizer = make_tokenizer(method, texts, training, vocab_size)
     folder = out / "corpus"
     natural_folder = folder
@@ -79,8 +87,7 @@ def make_corpora(
     num_tokens = prepare_texts(own, folder, tokenizer, segments)
     if natural:
         natural_folder = out / "natural_corpus"
-        # The text before the own texts, with the newline that separates them
-        prepare_texts(texts, natural_folder, tokenizer, [("train", num_natural)])
+        prepare_texts(texts, natural_folder, tokenizer, natural_segments)
         for name in ("val.bin", "test.bin"):
             shutil.copyfile(folder / name, natural_folder / name)
     require(

@@ -52,7 +52,9 @@ def prepare_works(
     vocab_size: int = 0,
     tokenizer_folder: Path | None = None,
 ) -> None:
-    """Fetch Shakespeare's works, then encode those of each part (train, val, test), by title.
+    """Fetch Shakespeare's works, then encode those of each part, by title.
+
+    The parts are train, val, test, and judge: works that no model reads, for the judge of text.
 
     The tokens are `vocab_size` byte pairs, learned from the training part, or those of the corpus
     in `tokenizer_folder`.

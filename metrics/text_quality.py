@@ -102,15 +102,19 @@ class TextQuality:
         length: int,
         num_samples: int,
         prompt_share: float = PROMPT_SHARE,
+        judged: str = "",
+        judge_text: str = "unread",
     ) -> None:
         """Take prompts from a natural text (n,), in rows of N = length tokens.
 
-        library: natural texts from which the judge and the known words come. prompt_share: the
-        prompt's share of a row.
+        library: natural texts from which the known words come. prompt_share: the prompt's share of
+        a row. judged: natural text from which the judge comes; "": the library. judge_text: what is
+        known of that text, "unread" by the models or "natural"; it is reported with the figures.
         """
         self.tokenizer = tokenizer
         self.tokens = tokens
-        self.judge = Judge(library)
+        self.judge = Judge(judged or library)
+        self.judge_text = judge_text
         self.known_words = frozenset(words_of(library))
         num_swept = min(SWEEP_SAMPLES, num_samples)
         self.sweep = spread_prompts(tokens, length, num_swept, prompt_share, SEED)
@@ -198,6 +202,7 @@ class TextQuality:
             **self.figures(samples),
             **widened("judge_loss", judge_loss, error),
             "judge_loss_error": error,
+            "judge_text": self.judge_text,
             "unknown_words_low": low,
             "unknown_words_high": high,
             "judge_by_sample": samples.losses.tolist(),

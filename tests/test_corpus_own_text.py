@@ -60,13 +60,19 @@ def test_texts_that_cannot_serve_are_refused(texts, tmp_path):
 
 
 def test_a_tokenizer_is_learned_from_the_training_parts_of_both(texts, tmp_path, monkeypatch):
+    """Of a long natural text without its last tenth, which is the judge's."""
     own = find_texts([texts[0]])
     other = find_texts([texts[1]])
     monkeypatch.setattr(own_text, "MIN_TOKENS", 1000)
+    text = texts[1].read_text() + "\n"
+    monkeypatch.setattr(own_text, "MIN_JUDGED_CHARACTERS", len(text))
     folder, library, _ = make_corpora(own, other, None, tmp_path)
     source = (folder / "tokenizer.json").read_bytes()
     assert source == (library / "tokenizer.json").read_bytes()
-    segments = [("train", other[0].num_characters + 1 + 24_000)]
+    num_judged = len(text) // 10
+    assert tokens_of(library, "train", "judge") == [text[:-num_judged], text[-num_judged:]]
+    assert tokens_of(library, "val", "test") == tokens_of(folder, "val", "test")
+    segments = [("train", len(text) - num_judged), ("", num_judged), ("train", 24_000)]
     expected = make_tokenizer("learned_bpe", other + own, segments, 322)  # a pair for \u00a7
     assert source.decode() == expected.to_tokenizer_json()
 

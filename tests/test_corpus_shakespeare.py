@@ -4,13 +4,14 @@ pytest tests/test_corpus_shakespeare.py
 """
 
 import io
+import itertools
 import runpy
 import sys
 import tarfile
 import urllib.request
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, folder_bytes
 from test_corpus_encode import tokens_of
 
 from common.files import hash_bytes
@@ -69,21 +70,27 @@ def test_tiny_shakespeare_is_held_to_its_hash(monkeypatch):
 
 @pytest.fixture
 def works(monkeypatch) -> dict[str, str]:
-    """Four works in the place of Shakespeare's, and a command line without options."""
-    texts = {"HAMLET": "aaaa\n", "OTHELLO": "bbbbb\n", "MACBETH": "cc\n", "KING LEAR": "dzd"}
+    """Five works in the place of Shakespeare's, and a command line without options."""
+    texts = {"HAMLET": "aaaa\n", "OTHELLO": "bbbbb\n", "MACBETH": "cc\n", "TIMON": "yeye\n"}
+    texts["KING LEAR"] = "dzd"
     monkeypatch.setattr(shakespeare, "fetch_complete_works", lambda: texts)
     monkeypatch.setattr(sys, "argv", ["prepare.py"])
     return texts
 
 
 def test_works_go_to_the_parts_that_name_them(tmp_path, works, capsys):
-    """With tokens learned from the training part, and with those of another corpus."""
+    """With tokens learned from the training part only, and with those of another corpus."""
     parts = {"train": ["OTHELLO", "HAMLET"], "val": ["MACBETH"], "test": ["KING LEAR"]}
     library = tmp_path / "library"
     prepare_works(library, parts, vocab_size=300)
     assert "vocab size: 258" in capsys.readouterr().out
     assert tokens_of(library, "train", "val", "test") == ["aaaa\nbbbbb\n", "cc\n", "dzd"]
     assert titles_of([], str(library)) == ["Othello", "Hamlet"]
+    before = folder_bytes(library)
+    prepare_works(library, {**parts, "judge": ["TIMON"]}, vocab_size=300)
+    assert tokens_of(library, "judge") == ["yeye\n"]
+    (library / "judge.bin").unlink()
+    assert folder_bytes(library) == before
     play = tmp_path / "play"
     parts["train"] = ["OTHELLO"]
     prepare_works(play, parts, tokenizer_folder=library)
@@ -93,18 +100,18 @@ def test_works_go_to_the_parts_that_name_them(tmp_path, works, capsys):
         prepare_works(play, {"train": ["LEAR"]}, tokenizer_folder=library)
 
 
-def test_both_corpora_hold_out_the_same_works():
+def test_both_corpora_hold_out_the_same_works_and_no_model_reads_the_judges():
     play = runpy.run_path(str(ROOT / "data/shakespeare_play/prepare.py"))["WORKS"]
     library = runpy.run_path(str(ROOT / "data/shakespeare_library/prepare.py"))["WORKS"]
-    assert play["val"] == library["val"] and play["test"] == library["test"]
-    titles = [*play["train"], *library["train"], *library["val"], *library["test"]]
-    assert len(set(titles)) == len(titles) == 31
+    assert play == {**library, "train": play["train"]}
+    titles = [*play["train"], *itertools.chain(*library.values())]
+    assert len(set(titles)) == len(titles) == 39 and len(library["judge"]) == 8
 
 
 def test_characters_are_split_as_nanogpt_does_and_options_are_refused(tmp_path, works, monkeypatch):
     (tmp_path / "input.txt").write_text("".join(works.values()))
     prepare_shakespeare("char", tmp_path)
-    assert tokens_of(tmp_path, "train", "val") == ["aaaa\nbbbbb\ncc\nd", "zd"]
+    assert tokens_of(tmp_path, "train", "val") == ["aaaa\nbbbbb\ncc\nyeye\n", "dzd"]
     monkeypatch.setattr(sys, "argv", ["prepare.py", "--source", "complete"])
     with pytest.raises(SystemExit, match="2"):
         prepare_shakespeare("char", tmp_path)

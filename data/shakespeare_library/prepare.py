@@ -2,8 +2,8 @@
 
     python data/shakespeare_library/prepare.py
 
-Out: train.bin, val.bin, test.bin (uint16) and tokenizer.json. No part has Hamlet, Othello, As You
-Like It, Much Ado About Nothing, King John, Julius Caesar, Pericles, Timon, and short poems.
+Out: train.bin, val.bin, test.bin, judge.bin (uint16) and tokenizer.json. No model reads judge.bin:
+it has eight works for the judge of generated text. No part has Twelfth Night and the short poems.
 """
 
 import sys
@@ -45,7 +45,21 @@ TRAIN = [
     "THE TWO GENTLEMEN OF VERONA",
     "THE WINTER'S TALE",
 ]
-WORKS = {"train": TRAIN, "val": ["THE COMEDY OF ERRORS"], "test": ["THE TEMPEST"]}
+WORKS = {
+    "train": TRAIN,
+    "val": ["THE COMEDY OF ERRORS"],
+    "test": ["THE TEMPEST"],
+    "judge": [
+        "AS YOU LIKE IT",
+        "HAMLET, PRINCE OF DENMARK",
+        "JULIUS CAESAR",
+        "KING JOHN",
+        "MUCH ADO ABOUT NOTHING",
+        "OTHELLO, THE MOOR OF VENICE",
+        "PERICLES PRINCE OF TYRE",
+        "THE LIFE OF TIMON OF ATHENS",
+    ],
+}
 
 
 def main() -> None:

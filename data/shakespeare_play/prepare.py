@@ -3,7 +3,7 @@
     python data/shakespeare_play/prepare.py
 
 In: ../shakespeare_library/tokenizer.json; run the prepare.py of that folder first. Out: train.bin,
-val.bin, test.bin (uint16) and the same tokenizer.json.
+val.bin, test.bin, judge.bin (uint16) and the same tokenizer.json.
 """
 
 import sys
@@ -15,11 +15,22 @@ sys.path.insert(0, str(HERE.parents[1]))
 from common.process import run_main  # noqa: E402
 from corpus.shakespeare import prepare_works  # noqa: E402
 
-LIBRARY = HERE.with_name("shakespeare_library")  # its tokens; val and test are its own too
+# Its tokens; all works but the play are its own too.
+LIBRARY = HERE.with_name("shakespeare_library")
 WORKS = {
     "train": ["TWELFTH NIGHT"],
     "val": ["THE COMEDY OF ERRORS"],
     "test": ["THE TEMPEST"],
+    "judge": [
+        "AS YOU LIKE IT",
+        "HAMLET, PRINCE OF DENMARK",
+        "JULIUS CAESAR",
+        "KING JOHN",
+        "MUCH ADO ABOUT NOTHING",
+        "OTHELLO, THE MOOR OF VENICE",
+        "PERICLES PRINCE OF TYRE",
+        "THE LIFE OF TIMON OF ATHENS",
+    ],
 }
 
 
