@@ -358,4 +358,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, memory_remedy="lower --samples, or use a smaller model")

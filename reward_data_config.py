@@ -63,7 +63,7 @@ class RewardDataConfig(Settings):
         if self.input_mode is None:
             self.input_mode = "text" if self.dataset is None else "binary"
         if self.dataset is not None and self.input_mode == "binary":
-            folder = dataset_folder(self.dataset)
+            folder = dataset_folder(self.dataset).absolute()
             self.train_bin = self.train_bin or str(folder / "train.bin")
             self.val_bin = self.val_bin or str(folder / "val.bin")
 

@@ -35,7 +35,8 @@ class SampleSettings(Settings):
     checkpoint_path: str | None = setting(None, model_file="required")
     """checkpoint of the generator (required)"""
     start: str | None = None
-    """text to continue, or FILE:path; None: a newline, or token 0 if the model has no newline"""
+    """text to continue (--start=-hello if it begins with -), or FILE:path; None: a newline, or
+    token 0 if the model has no newline"""
     num_samples: int = setting(10, minimum=1)
     """number of texts"""
     max_new_tokens: int = setting(500, minimum=0)

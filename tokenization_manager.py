@@ -182,7 +182,7 @@ class TokenizationManager(TokenizationInfo):
                 f"Meta file not found: {path}: make it with data/NAME/prepare.py, pass another "
                 "with --meta_path, or use --tokenization bpe"
             )
-        with reading(path, "nothing was executed; use another file", MetaFileError):
+        with reading(path, "nothing was executed; save plain numbers and texts", MetaFileError):
             if method == "tokenizer":
                 record = {"method": method, "tokenizer_json": path.read_text(encoding="utf-8")}
             else:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shlex
 import shutil
 import warnings
@@ -66,6 +67,7 @@ def read_pieces(path: str | os.PathLike) -> Iterator[str]:
 
     Raise UserError if the file has another encoding or contains the character NUL.
     """
+    require(not os.path.isdir(path), f"{path} is a folder: pass one text file")
     try:
         with open(path, encoding="utf-8-sig") as file:
             for piece in iter(lambda: file.read(CHUNK), ""):
@@ -75,6 +77,8 @@ def read_pieces(path: str | os.PathLike) -> Iterator[str]:
                 yield piece
     except UnicodeDecodeError as error:
         encoding = "LATIN1"
+        if re.search(rb"[\x80-\x9f]", error.object):  # control characters in LATIN1
+            encoding = "CP1252"
         if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             encoding = "UTF-16"
         command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > new.txt"
@@ -139,7 +143,9 @@ def load_state(path: str | Path, way_out: str = "use another file") -> dict[str,
         try:
             contents = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:  # torch advises to execute it
-            raise ValueError("more than tensors and settings; nothing was executed") from None
+            raise ValueError(
+                "nothing was executed, as it has other objects: save tensors and plain values only"
+            ) from None
         require(isinstance(contents, dict), f"a {type(contents).__name__}, not a dict")
     return contents
 

@@ -279,8 +279,8 @@ def prepare_corpus(folder: str) -> None:
     script = Path(folder, "prepare.py")
     require(
         script.is_file(),
-        f"{folder} has no train.bin and val.bin, nor a prepare.py: choose another --dataset, or "
-        "make it with prepare_text.py",
+        f"{script.parent.absolute()} has no train.bin and val.bin, nor a prepare.py: choose "
+        "another --dataset, or make it with prepare_text.py",
     )
     finished = subprocess.run([sys.executable, str(script)])
     require(finished.returncode == 0, f"{script} failed: fix the cause and run it again")

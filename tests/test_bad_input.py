@@ -139,11 +139,20 @@ def test_bad_token_files(script, good, tmp_path, corpus):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_error_of_a_missing_corpus_has_its_whole_path(good, tmp_path, monkeypatch):
+@pytest.mark.parametrize("script", ["train", "prepare_reward_data", "evaluate", "run_cycles"])
+def test_the_error_of_a_missing_corpus_has_its_whole_path(script, good, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = refuse_in_one_line("train", **{**good["train"], "dataset": "openwebtext"})
-    assert f"{tmp_path}/data/openwebtext/train.bin not found: run the prepare.py" in line
-    assert "prepare_text.py" in line and "--dataset" in line
+    options = {**good[script], "dataset": "shakespeare_char"}
+    for name in ("data_path", "train_bin", "val_bin"):
+        options.pop(name, None)
+    message = refuse(script, **options)
+    assert f"{tmp_path}/data/shakespeare_char" in message and "prepare_text.py" in message
+
+
+def test_a_folder_is_no_text(predictive_reward_model, tmp_path):
+    options = {"text": tmp_path, "reward_model_path": predictive_reward_model, "device": "cpu"}
+    line = refuse_in_one_line("evaluate", **options)
+    assert line == f"ERROR: {tmp_path} is a folder: pass one text file"
 
 
 def test_reward_data_are_checked_before_training(good, tmp_path, reward_data):

@@ -8,6 +8,7 @@ import pickle
 import shlex
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 from helpers import Harmful, start
@@ -36,10 +37,11 @@ def test_a_byte_order_mark_is_not_text(tmp_path, monkeypatch):
     assert list(files.read_pieces(tmp_path / "a.txt")) == ["na", "ïv", "e\n", "\ufeff"]
 
 
-@pytest.mark.parametrize("encoding", ["LATIN1", "UTF-16"])
+@pytest.mark.parametrize("encoding", ["LATIN1", "CP1252", "UTF-16"])
 def test_the_command_for_another_encoding_has_the_path_as_one_word(tmp_path, encoding):
     path = tmp_path / "my novel.txt"
-    path.write_bytes("voilà".encode(encoding))
+    text = "“voilà”" if encoding == "CP1252" else "voilà"
+    path.write_bytes(text.encode(encoding))
     with pytest.raises(UserError) as caught:
         list(files.read_pieces(path))
     command = str(caught.value).partition("convert it: ")[2]
@@ -86,6 +88,8 @@ def test_nothing_in_a_state_is_executed(tmp_path):
     path = tmp_path / "x.pt"
     torch.save({"model": harm}, path)
     assert "nothing was executed" in refused(path, path.read_bytes())
+    torch.save({"loss": np.float64(1.5)}, path)
+    assert "save tensors and plain values only" in refused(path, path.read_bytes())
     torch.save({"model": harm}, path, _use_new_zipfile_serialization=False)
     assert "x.pt" in refused(path, path.read_bytes())
     assert "x.pt" in refused(path, pickle.dumps(harm))

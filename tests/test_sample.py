@@ -109,6 +109,7 @@ def test_a_model_without_a_newline_starts_with_its_token_0_and_says_so(tmp_path)
 def test_starts_that_cannot_be_continued_are_refused(tmp_path, generator):
     options = {"checkpoint_path": generator, "device": "cpu"}
     assert "start is empty" in refuse_in_one_line("sample", start="", **options)
+    assert "--start=-hello" in succeed("sample", "--help")
     assert "'%' '\\xe9'" in refuse_in_one_line("sample", start="é%A", **options)
     assert "none.txt" in refuse_in_one_line(
         "sample", start=f"FILE:{tmp_path / 'none.txt'}", **options
