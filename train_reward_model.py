@@ -94,7 +94,7 @@ def run(settings: RewardModelSettings) -> dict[str, Any]:
     assert base_path is not None  # the settings are checked
     output = Path(settings.output_path)
     require(
-        settings.overwrite or not output.exists(),
+        (settings.overwrite and output.is_file()) or not output.exists(),
         f"{output} exists: choose another output_path, or pass --overwrite True to replace it",
     )
     device = select_device(settings.device)
@@ -236,4 +236,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, memory_remedy="make less reward data: prepare_reward_data.py --max_blocks N")

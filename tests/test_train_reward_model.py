@@ -150,6 +150,10 @@ def test_the_better_of_two_epochs_is_kept_and_an_output_until_overwritten(
     line = refuse_in_one_line("train_reward_model", **good, **LAST)
     assert f"{good['output_path']} exists" in line and "--overwrite True" in line
     assert folder_bytes(good["output_path"].parent) == before
+    folder = good["output_path"].with_name("folder.pt")
+    folder.mkdir()
+    options = {**good, **LAST, "output_path": folder, "overwrite": True}
+    assert f"{folder} exists" in refuse_in_one_line("train_reward_model", **options)
     succeed("train_reward_model", **good, **LAST, overwrite=True, seed=3)
     assert load_result(good)[0]["training"]["settings"]["seed"] == 3
 

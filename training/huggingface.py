@@ -7,6 +7,7 @@ rows of queries, keys and values are ordered (H, 3, D), ours (3, H, D).
 """
 
 import importlib
+import os
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -94,6 +95,11 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
         "pass the file of a checkpoint (.pt)",
     )
     transformers = load_transformers()
+    require(
+        any(folder.glob("*.safetensors")),
+        f"{folder} has no *.safetensors, only {sorted(os.listdir(folder))}: convert it with "
+        f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(NEW)",
+    )
     with reading(folder, WAY_OUT):
         theirs = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         records = getattr(theirs, "crossover", {})  # of our export
