@@ -300,4 +300,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, "Finished stages are kept; run the same command again to continue.")
+    run_main(
+        main,
+        "Finished stages are kept; run the same command again to continue.",
+        memory_remedy="lower the stage's batch_size, prompts_per_step, samples_per_chunk or "
+        "samples, as with --train.batch_size 8",
+    )

@@ -142,7 +142,9 @@ class Run:
             difference = differing_settings(state["identity"], self.identity)
         require(
             not difference,
-            f"{self.state_path} belongs to a different run ({difference}); choose another output",
+            f"{self.state_path} belongs to a different run ({difference}): choose another output; "
+            "to go on from a model with other settings, pass --init_from CHECKPOINT "
+            "(train_grpo.py: --base_model_path CHECKPOINT)",
         )
         print0(f"Resuming {self.state_path} at step {self.step}")
 
