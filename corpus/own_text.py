@@ -4,8 +4,8 @@
 
 The last tenth of your text becomes test.bin, the tenth before it val.bin. The corpus of the natural
 texts has the same val.bin, test.bin and vocabulary. If it is long enough, its last tenth becomes
-judge.bin, natural text that no model reads. `choose_tokenization` has the rule for the tokens:
-characters, or byte pairs learned from the training parts of both.
+judge.bin, natural text that no model reads. The tokens are byte pairs learned from the training
+parts of both, or characters if your text would have too few tokens as byte pairs.
 """
 
 import shutil
@@ -21,6 +21,8 @@ from corpus.encode import (
     make_tokenizer,
     prepare_texts,
 )
+from data_loader import INTERVAL_CHARACTERS, open_corpus
+from metrics.bootstrap import MIN_BLOCKS
 from tokenization_manager import TokenizationManager
 
 # the settings file for your own texts
@@ -33,12 +35,10 @@ FEWER_PROMPTS = {  # half the default's
     "control_distil": {"prompts_per_step": 24},
 }
 LARGER_SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "dropout": 0.1}
-# The rule for the tokens of a text.
+# The number of byte pairs.
 FEWEST_LEARNED = 320  # tokens: the 256 bytes and 64 pairs
 MOST_LEARNED = 4096
-CHARACTERS_OF_PAIRS = 2.0  # at most: characters of a token with so few pairs
 MIN_TOKENS = 25_000  # enough blocks for intervals
-MIN_TEST_CHARACTERS = 160_010  # enough for the intervals of the test text's losses
 # Natural texts of so many characters can spare a tenth for the judge of generated text.
 MIN_JUDGED_CHARACTERS = 300_000
 # Sizes: those of the default, whose play has DEFAULT_TOKENS.
@@ -57,16 +57,11 @@ def make_corpora(
     """Make the corpora out/corpus and out/natural_corpus; the same texts give the same bytes.
 
     own: the texts that the generator learns. natural: those that the natural model learns instead;
-    without any, both corpora are the same folder. tokenizer: None to choose one by
-    `choose_tokenization`. Return both folders and the number of tokens of the own texts. Raise
-    UserError for a text that is too short, or that the tokenizer cannot encode.
+    without any, both corpora are the same folder. tokenizer: None to choose one. Return both
+    folders and the number of tokens of the own texts. Raise UserError for a text that is too short,
+    or that the tokenizer cannot encode.
     """
     size = count_characters(own)
-    if size < MIN_TEST_CHARACTERS:
-        warn(
-            f"--text has {size:,} characters; with fewer than {MIN_TEST_CHARACTERS:,}, the test "
-            "text is too short for a verdict"
-        )
     tenth = size // 10
     num_training = size - 2 * tenth
     texts = [*natural, *own]
@@ -76,40 +71,46 @@ def make_corpora(
     if num_natural >= MIN_JUDGED_CHARACTERS:
         num_judged = num_natural // 10
         natural_segments = [("train", num_natural - num_judged), ("judge", num_judged)]
-    if tokenizer is None:
-        method, vocab_size = choose_tokenization(size, characters_of(texts))
-        print(f"tokens: {method}, {vocab_size} ids")
-        training = [*natural_segments, ("train", num_training)]
-        tokenizer = make_tokenizer(method, texts, training, vocab_size)
     folder = out / "corpus"
     natural_folder = folder
     segments = [("train", num_training), ("val", tenth), ("test", tenth)]
-    num_tokens = prepare_texts(own, folder, tokenizer, segments)
-    if natural:
-        natural_folder = out / "natural_corpus"
-        prepare_texts(texts, natural_folder, tokenizer, natural_segments)
-        for name in ("val.bin", "test.bin"):
-            shutil.copyfile(folder / name, natural_folder / name)
+    training = [*natural_segments, ("train", num_training)]
+    chosen = tokenizer
+    if chosen is None:
+        chosen = make_tokenizer("learned_bpe", texts, training, num_pairs(characters_of(texts)))
+    num_tokens = prepare_texts(own, folder, chosen, segments)
+    if num_tokens < MIN_TOKENS and tokenizer is None:
+        print(f"as byte pairs, --text has only {num_tokens:,} tokens: characters are used")
+        chosen = make_tokenizer("char", texts, training)
+        num_tokens = prepare_texts(own, folder, chosen, segments)
     require(
         num_tokens >= MIN_TOKENS,
         f"--text has {num_tokens:,} tokens, but at least {MIN_TOKENS:,} are needed: add text",
     )
+    # The intervals of the losses are over blocks of the test text.
+    num_losses = (folder / "test.bin").stat().st_size // 2 - 1
+    num_blocks = num_losses // open_corpus(str(folder), 1).interval_tokens
+    if num_blocks < MIN_BLOCKS:
+        warn(
+            f"the test text, a tenth of --text, is too short for a verdict: it has {num_blocks} "
+            f"blocks of {INTERVAL_CHARACTERS:,} characters, and intervals need {MIN_BLOCKS}"
+        )
+    if natural:
+        natural_folder = out / "natural_corpus"
+        prepare_texts(texts, natural_folder, chosen, natural_segments)
+        for name in ("val.bin", "test.bin"):
+            shutil.copyfile(folder / name, natural_folder / name)
     return folder, natural_folder, num_tokens
 
 
-def choose_tokenization(num_characters: int, chars: set[str]) -> tuple[str, int]:
-    """Return the method and the vocabulary size for your own texts.
+def num_pairs(chars: set[str]) -> int:
+    """Return the number of byte-pair tokens for texts with these different characters.
 
-    num_characters: the length of the texts of `--text`. chars: the different characters of these
-    and of the natural texts. A text that would have too few tokens as byte pairs gets characters,
-    and the size is their number. All others get byte pairs: a few make better text than characters
-    or many pairs in the same time (docs/results.md). A character beyond ASCII takes two or three
-    bytes, so each adds two pairs.
+    A few make better text than characters or many pairs in the same time (docs/results.md). A
+    character beyond ASCII takes two or three bytes, so each adds two pairs.
     """
-    if num_characters < MIN_TOKENS * CHARACTERS_OF_PAIRS:
-        return "char", len(chars)
     num_beyond_ascii = sum(not char.isascii() for char in chars)
-    return "learned_bpe", min(MOST_LEARNED, FEWEST_LEARNED + 2 * num_beyond_ascii)
+    return min(MOST_LEARNED, FEWEST_LEARNED + 2 * num_beyond_ascii)
 
 
 def sizes_for(

@@ -3,6 +3,7 @@
 pytest tests/test_corpus_own_text.py
 """
 
+import numpy as np
 import pytest
 from helpers import make_text, refuse
 from test_corpus_encode import tokens_of
@@ -11,7 +12,9 @@ from common.process import UserError
 from common.settings import parse_sections
 from corpus import own_text
 from corpus.encode import find_texts, make_tokenizer
-from corpus.own_text import choose_tokenization, make_corpora, sizes_for
+from corpus.own_text import make_corpora, num_pairs, sizes_for
+from data_loader import open_corpus
+from metrics.bootstrap import MIN_BLOCKS
 from run_cycles import SECTIONS, CycleSettings
 from train import FurtherTrainSettings, TrainSettings
 from train_grpo import GRPOSettings
@@ -77,19 +80,30 @@ def test_a_tokenizer_is_learned_from_the_training_parts_of_both(texts, tmp_path,
     assert source.decode() == expected.to_tokenizer_json()
 
 
-@pytest.mark.parametrize(
-    ("num_own", "num_beyond_ascii", "expected"),
-    [
-        (100_000, 0, ("learned_bpe", 320)),
-        (100_000, 65, ("learned_bpe", 450)),
-        (100_000, 3000, ("learned_bpe", 4096)),
-        # Byte pairs would leave fewer than 25,000 tokens of it.
-        (45_000, 10, ("char", 100)),
-    ],
-)
-def test_the_rule_for_tokens(num_own, num_beyond_ascii, expected):
-    chars = {*map(chr, range(90)), *map(chr, range(1000, 1000 + num_beyond_ascii))}
-    assert choose_tokenization(num_own, chars) == expected
+@pytest.mark.parametrize(("num_beyond_ascii", "expected"), [(0, 320), (65, 450), (3000, 4096)])
+def test_the_number_of_byte_pairs(num_beyond_ascii, expected):
+    assert (
+        num_pairs({*map(chr, range(90)), *map(chr, range(1000, 1000 + num_beyond_ascii))})
+        == expected
+    )
+
+
+def test_thresholds_count_tokens(texts, tmp_path, monkeypatch, capsys):
+    """Too few byte pairs give way to characters; too few blocks of the test text give a warning."""
+    own = find_texts([texts[0]])
+    monkeypatch.setattr(own_text, "MIN_TOKENS", 1000)
+    folder, _, num_tokens = make_corpora(own, [], None, tmp_path)
+    num_losses = np.fromfile(folder / "test.bin", np.uint16).size - 1
+    for characters, is_enough in ((369, False), (340, True)):
+        monkeypatch.setattr("data_loader.INTERVAL_CHARACTERS", characters)
+        make_corpora(own, [], None, tmp_path)
+        num_blocks = num_losses // open_corpus(str(folder), 1).interval_tokens
+        assert (num_blocks >= MIN_BLOCKS) == is_enough
+        assert ("too short for a verdict" in capsys.readouterr().err) != is_enough
+    monkeypatch.setattr(own_text, "MIN_TOKENS", num_tokens)
+    assert make_corpora(own, [], None, tmp_path)[2] == num_tokens
+    monkeypatch.setattr(own_text, "MIN_TOKENS", num_tokens + 1)
+    assert make_corpora(own, [], None, tmp_path)[2] == 30_000
 
 
 def test_sizes_follow_the_length():
