@@ -98,7 +98,7 @@ def test_only_the_run_that_wrote_a_state_reads_it(tmp_path):
     assert counts.made == [1, 2, 3, 4, 5, 6]
     for options, difference in (
         ({"lr": 0.2}, "lr was 0.1, now 0.2"),
-        ({"data": "def"}, "data was abc, now def"),
+        ({"data": "def", "lr": 1}, "data was abc, now def; lr was 0.1, now 1"),
     ):
         with pytest.raises(UserError, match=rf"a different run \({difference}.*--init_from CHECKP"):
             begin(path, init_from="resume", **options)
