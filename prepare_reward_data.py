@@ -83,8 +83,9 @@ def create_reward_samples(
     N = config.block_size
     total = len(tokens) // N
     require(
-        total > 0,
-        f"{len(tokens):,} tokens are shorter than one block of {N}; use a longer corpus",
+        total > 0 and N > 1,
+        f"{len(tokens):,} tokens in blocks of {N}: one whole block of at least two "
+        "tokens is needed; use a longer corpus, or a generator of another block_size",
     )
     count = min(max_blocks or total, total)
     blocks = evenly_spaced(np.arange(count), total, count)

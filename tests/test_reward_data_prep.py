@@ -204,6 +204,9 @@ def test_a_corpus_shorter_than_a_block_is_refused(tmp_path, generator):
     (folder / "input.txt").write_text(text[:100])  # 90 + 10 characters: no validation block
     options = prepare_options(folder, generator, tmp_path / "out", allow_split_mismatch=True)
     assert re.search(r"\b10 tokens .*\b16\b", refuse_in_one_line("prepare_reward_data", **options))
+    record = torch.load(generator)["tokenization"]
+    options["model_path"] = make_checkpoint(tmp_path / "one.pt", 25, record, block_size=1)
+    assert "in blocks of 1" in refuse_in_one_line("prepare_reward_data", **options)
     assert not (tmp_path / "out").exists()
 
 
