@@ -343,9 +343,10 @@ def pieces(decode: Callable[[np.ndarray], str], ids: np.ndarray, ends: Iterable[
     texts = []
     start = 0
     for end in ends:
-        stop = len(whole)
-        if end < len(ids):
-            stop = len(decode(ids[:end]).removesuffix("\ufffd"))
+        # Some tokenizers decode one unfinished character as several U+FFFD, with those before it.
+        while end < len(ids) and decode(ids[:end]).endswith("\ufffd"):
+            end -= 1
+        stop = len(decode(ids[:end]))
         texts.append(whole[start:stop])
         start = stop
     return texts
