@@ -11,6 +11,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -18,13 +19,12 @@ from torch.nn.utils.rnn import pad_sequence
 from common.device import evaluating
 from common.files import load_state, reading, save_state
 from common.log import print0
-from common.process import UserError, require, run_main, warn
+from common.process import require, run_main, warn
 from interop.samples import Samples, draw_samples
 from interop.trunk_head import TrunkHead, copy_tensors
 from losses import token_log_probs
 from metrics.bootstrap import better_than_constant
 from metrics.reward_skill import describe_skill, measure_skill
-from model import GPTConfig
 from reward.heads import LikelihoodRewardModel, features_of
 from reward.mixture import fit_mixture
 from reward.posterior import natural_probabilities
@@ -47,7 +47,7 @@ class CausalModel(nn.Module):
     def __init__(self, model: Any, vocab_size: int) -> None:
         super().__init__()
         self.model = model
-        self.config = GPTConfig(vocab_size=vocab_size)
+        self.vocab_size = vocab_size
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -120,7 +120,7 @@ class CrossoverReward:
     """
 
     __name__ = "crossover_reward"  # in TRL's records
-    head: TwoModels | TrunkHead  # two classes with one interface
+    head: Any  # TwoModels or TrunkHead, with one interface
 
     def __init__(
         self,
@@ -159,8 +159,8 @@ class CrossoverReward:
 
     def set_weight(self, weight: float) -> None:
         """Set w, the natural model's weight. Near 1 the policy's target is the natural model."""
-        if not isinstance(self.head, TwoModels):
-            raise UserError(f"ERROR: weight={weight}: a head has none: pass a natural model too")
+        is_weighted = isinstance(self.head, TwoModels)
+        require(is_weighted, f"weight={weight}: a head has none: pass a natural model too")
         require(0 < weight <= 1, f"weight={weight}: must be in (0, 1]; None: call fit()")
         self.head.mixture.data.fill_(weight).logit_(eps=1e-7)
         self.is_fitted = True
@@ -228,6 +228,8 @@ class CrossoverReward:
         the fit. Raise UserError, unless it is allowed, if the interval of R2 includes 0 or there
         are too few blocks for an interval. After an error or Ctrl-C the reward is as before.
         """
+        is_ids = isinstance(blocks, Tensor) and blocks.dtype == torch.int64 and blocks.dim() == 2
+        require(is_ids, "fit takes natural tokens: a tensor (n, T) int64, a block a row")
         count, T = blocks.shape
         is_enough = count >= 4 and T >= 2
         require(is_enough, f"{count} blocks of {T} tokens: at least four of two tokens are needed")
@@ -238,9 +240,9 @@ class CrossoverReward:
         with self._unchanged_after_error():
             figures, prediction = self.head.fit(select, report, seed)
             figures.update(measure_skill(prediction, report.shares(), report.blocks, T, seed))
-            # The generator is known by log q of a sample.
+            # The models are known by their log-probabilities of a sample.
             figures["sample"] = select.ids[0].tolist()
-            figures["log_q"] = self._log_q(figures["sample"])
+            figures["log_probs"] = self._log_probs(figures["sample"])
             print0(describe_skill(figures))
             if not better_than_constant(figures["r2_low"]):
                 way_on = "a program continues with fit(..., allow_unpredictive=True)"
@@ -250,11 +252,15 @@ class CrossoverReward:
         self.figures = figures
         return figures
 
-    def _log_q(self, sample: Sequence[int]) -> float:
-        """Return the generator's mean log-probability of the tokens (T,) of a sample."""
+    def _log_probs(self, sample: Sequence[int]) -> list[float]:
+        """Return each model's mean log-probability of the tokens (T,) of a sample."""
         ids = torch.tensor([sample], device=self.device)
-        logits = self.head.generator.trunk(ids)[:, :-1]
-        return token_log_probs(logits, ids[:, 1:]).mean().item()
+        means = []
+        for model in self.head.children():
+            if isinstance(model, CausalModel):
+                log_probs = token_log_probs(model.trunk(ids)[:, :-1], ids[:, 1:])
+                means.append(log_probs.mean().item())
+        return means
 
     def save(self, path: str | Path) -> None:
         """Write the fitted weight or head and its figures to a file."""
@@ -269,7 +275,7 @@ class CrossoverReward:
     def load(self, path: str | Path) -> None:
         """Read what `save` has written for the same models; nothing is executed.
 
-        Raise UserError, and change nothing, if the file is damaged or of another generator.
+        Raise UserError, and change nothing, if the file is damaged or of other models.
         """
         state = load_state(path, WAY_OUT)
         with reading(path, WAY_OUT), self._unchanged_after_error():
@@ -277,8 +283,9 @@ class CrossoverReward:
             require(kind == self.head.kind, f"it holds {kind}, not {self.head.kind}")
             copy_tensors(state["tensors"], self.head.fitted())
             figures = dict(state["figures"])
-            difference = abs(self._log_q(figures["sample"]) - figures["log_q"])
-            require(difference < MAX_DIFFERENCE, "it was fitted to another generator")
+            found = self._log_probs(figures["sample"])
+            is_same = np.allclose(found, figures["log_probs"], rtol=0, atol=MAX_DIFFERENCE)
+            require(is_same, "it was fitted to other models")
         self.is_fitted = True
         self.figures = figures
 
@@ -308,6 +315,7 @@ def ids_below(limit: int, tokenizer: Any) -> dict[str, int]:
 
 def load_pair(model: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Return a model and its tokenizer, both loaded if the model is given by name."""
+    refuse_adapter(model)
     if isinstance(model, str):
         if tokenizer is None:
             tokenizer = load_tokenizer(model)
@@ -338,6 +346,16 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
         tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
     tokenizer.padding_side = "left"
     return tokenizer
+
+
+def refuse_adapter(model: Any) -> None:
+    """Raise UserError if a model is the name of a folder that PEFT has written."""
+    is_adapter = isinstance(model, str) and Path(model, "adapter_config.json").is_file()
+    require(
+        not is_adapter,
+        f"{model} is an adapter: merge it by AutoPeftModelForCausalLM.from_pretrained(ADAPTER)"
+        ".merge_and_unload().save_pretrained(MODEL) of peft, add the tokenizer, and pass MODEL",
+    )
 
 
 def loaded(kind: str, name: str, **options: Any) -> Any:

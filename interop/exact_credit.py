@@ -21,24 +21,9 @@ from losses import scatter_to_mask
 PIECE_LOGITS = 2**22  # logits of a piece, 16 MiB in float32; some ten copies exist at a time
 CHUNK_IDS = 2**15  # token ids at a time in TRL's function of sampled tokens
 MAX_LOGIT_ERROR = 0.02  # largest relative error of recomputed logits, bfloat16 included
+# Settings of transformers that bound the logits. Small ones show no difference.
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 TERMS = ("divergence", "entropy", "kl_start", "evidence", "log_probs")
-
-
-class KnownGradient(torch.autograd.Function):
-    """Return a loss () whose gradients with respect to its inputs are known.
-
-    All of them are returned at once: FSDP2 reduces those of the output layer and of the norm before
-    it together.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> tuple[Any, ...]:
-        return None, None, *(factor * gradient for gradient in ctx.gradients)
 
 
 def exact_terms(
@@ -73,7 +58,7 @@ def exact_terms(
     of_layer = [torch.zeros_like(weight, dtype=torch.float32) for weight in trained]
     of_states = []
     parts = []
-    V = policy.config.vocab_size
+    V = policy.vocab_size
     size = max(1, PIECE_LOGITS // V)
     inputs = (states.detach(), *frozen, tokens, weights)
     pieces = zip(*(each.split(size) for each in inputs), strict=True)
@@ -99,7 +84,11 @@ def exact_terms(
     loss = weights @ terms[0]
     results = dict(zip(TERMS, terms, strict=True))
     if torch.is_grad_enabled():
-        loss = KnownGradient.apply(loss, [torch.cat(of_states), *of_layer], states, *trained)
+        # Sums of products have these gradients. Their value is left out.
+        gradients = (torch.cat(of_states), *of_layer)
+        for gradient, each in zip(gradients, (states, *trained), strict=True):
+            product = (gradient * each).sum()
+            loss = loss + (product - product.detach())
         if needs_samples:
             results["log_probs"], results["entropy"], *_ = ChunkedLogProbFunction.apply(
                 states, layer.weight, layer.bias, tokens, 1.0, CHUNK_IDS, None, 1.0, ("entropy",)
@@ -123,17 +112,21 @@ def states_before(model: CausalModel, ids: Tensor, attention_mask: Tensor, count
 @torch.no_grad()
 def logits_of(model: CausalModel, states: Tensor) -> Tensor:
     """Return the logits (m, V) float32 of hidden states (m, H), without a gradient."""
-    return model.model.get_output_embeddings()(states)[:, : model.config.vocab_size].float()
+    return model.model.get_output_embeddings()(states)[:, : model.vocab_size].float()
 
 
 @torch.no_grad()
 def check_logits(model: CausalModel) -> None:
-    """Raise UserError if `logits_of` does not return the logits of a model."""
+    """Raise UserError if `logits_of` does not return the logits of a model, whatever their size."""
     ids = torch.tensor([[0, 1]], device=model.model.device)
-    expected = model.trunk(ids)[0, :1, : model.config.vocab_size].float()
+    expected = model.trunk(ids)[0, :1, : model.vocab_size].float()
     found = logits_of(model, states_before(model, ids, torch.ones_like(ids), 1)[0])
-    is_linear = isinstance(model.model.get_output_embeddings(), nn.Linear)
+    config = model.model.config.get_text_config()
+    is_capped = any(getattr(config, name, None) for name in CAPS)
+    is_linear = isinstance(model.model.get_output_embeddings(), nn.Linear) and not is_capped
     is_plain = is_linear and bool((found - expected).norm() <= MAX_LOGIT_ERROR * expected.norm())
     rule = "logits must come from a linear layer, neither adapted nor scaled nor capped"
-    name = model.model.config.model_type
-    require(is_plain, f"{name} does not fit: its {rule}: use another model, or adapt other layers")
+    require(
+        is_plain,
+        f"{config.model_type} does not fit: its {rule}: use another model, or adapt other layers",
+    )

@@ -159,6 +159,10 @@ def test_models_whose_logits_are_changed_are_refused(models, tmp_path):
     with pytest.raises(UserError, match="neither adapted nor scaled nor capped"):
         make_trainer(models, tmp_path, peft_config=config)
     reward = CrossoverReward(models[1], models[0], weight=0.5)
+    reward.head.natural.model.config.final_logit_softcapping = 30.0  # no logit is so large
+    with pytest.raises(UserError, match="neither adapted nor scaled nor capped"):
+        make_trainer(models, tmp_path, reward=reward)
+    reward = CrossoverReward(models[1], models[0], weight=0.5)
     reward.head.natural.model.register_forward_hook(scale_logits)
     with pytest.raises(UserError, match="neither adapted nor scaled nor capped"):
         make_trainer(models, tmp_path, reward=reward)

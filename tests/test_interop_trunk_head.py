@@ -93,14 +93,8 @@ def test_what_is_saved_is_loaded_and_checked(models, fitted, tmp_path):
         two.load(path)
     with pytest.raises(UserError, match="the reward was not fitted"):
         two.save(path)
-    torch.save({**state, "kind": two.head.kind}, path)
-    with pytest.raises(UserError, match=r"not a head on 1 layers of 8 channels\): fit"):
-        other.load(path)
     torch.save({**state, "tensors": {"layer": torch.tensor(0)}}, path)
     with pytest.raises(UserError, match=r"cannot be read \(.*\): fit the reward again"):
-        other.load(path)
-    torch.save({**state, "figures": {**figures, "log_q": figures["log_q"] - 1}}, path)
-    with pytest.raises(UserError, match=r"fitted to another generator\): fit the reward"):
         other.load(path)
     assert torch.equal(other.evidence(rows), reward.evidence(rows))
     with pytest.raises(UserError, match=r"weight=0\.5: a head has none"):
