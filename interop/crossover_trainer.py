@@ -9,17 +9,19 @@ functions.
 """
 
 import copy
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast, is_peft_model
+from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import _ForwardRedirection
 
 from common.process import require
-from interop.crossover_reward import CausalModel, CrossoverReward, TwoModels
+from interop.crossover_reward import CausalModel, CrossoverReward, TwoModels, refuse_adapter
 from interop.exact_credit import check_logits, exact_terms
 
 # Plain sampling, the only one that the formulas score: values of GRPOConfig's fields.
@@ -34,6 +36,7 @@ PLAIN_SAMPLING = {
 }
 # Nats per token by which one model's log-probabilities may differ between two precisions.
 MAX_START_DIFFERENCE = 0.1
+FIGURES = ("divergence", "evidence", "kl_start")  # of exact_terms, logged as means over tokens
 
 
 class CrossoverTrainer(GRPOTrainer):
@@ -70,6 +73,7 @@ class CrossoverTrainer(GRPOTrainer):
             "the reward has no natural model, and training on a head gave no gain, fitted once or "
             "repeatedly (docs/results.md): pass natural= to the reward",
         )
+        refuse_adapter(model)
         args = copy.copy(args or GRPOConfig("trl_model"))
         for field, plain in PLAIN_SAMPLING.items():
             value = getattr(args, field)
@@ -96,27 +100,32 @@ class CrossoverTrainer(GRPOTrainer):
             self.reward_weights[0] = 0
         self.reward = reward
         reward.max_completion_length = args.max_completion_length
-        head: Any = reward.head
+        head = reward.head
         # Each process has fitted for itself: all take what the first one has fitted.
-        for tensor in head.fitted().values():
-            tensor.copy_(broadcast(tensor))
+        head.mixture.data.copy_(broadcast(head.mixture.data))
         policy = self.accelerator.unwrap_model(self.model)
         generator = head.generator
-        if is_peft_model(policy):
-            # A model with a name was loaded twice, by the reward and by TRL: keep one.
-            if reward.given_generator in (model, policy.get_base_model()):
-                generator.model = policy  # read with its adapters off
+        held = {head.natural.model}
+        # A model with a name was loaded twice, by the reward and by TRL: keep one.
+        if is_peft_model(policy) and reward.given_generator in (model, policy.get_base_model()):
+            generator.model = policy  # read with its adapters off
         else:
-            require(
-                policy is not generator.model,
-                "the reward holds the model that is trained: pass its folder, or train with LoRA",
-            )
+            held.add(generator.model)
+        require(
+            held.isdisjoint(policy.modules()),
+            "the reward holds the model that is trained: pass its folder, or train with LoRA",
+        )
         self._token_weights: Tensor | None = None  # only while the loss is computed
+        self._sums: dict[str, Tensor] = {}  # of FIGURES and of tokens since the last log, by mode
+        for name in ("train_dataset", "eval_dataset"):
+            dataset = getattr(self, name)
+            if isinstance(dataset, Dataset):  # streams and several datasets are checked when read
+                self._check_prompts(dataset, name)
         require(
             not self.aux_loss_enabled,
             "the model has a loss of routers, which would be left out: set router_aux_loss_coef=0",
         )
-        self.policy = CausalModel(policy, head.natural.config.vocab_size)
+        self.policy = CausalModel(policy, head.natural.vocab_size)
         for causal_model in (self.policy, head.natural, generator):
             check_logits(causal_model)
 
@@ -125,6 +134,17 @@ class CrossoverTrainer(GRPOTrainer):
         if not self._is_read:
             return [0.0] * len(completion_ids)
         return self.reward.score(self._prompt_ids, completion_ids)
+
+    def _check_prompts(self, examples: Iterable[Mapping[str, Any]], place: str) -> None:
+        """Raise UserError unless each example has a prompt, or gets one from an environment."""
+        if self.environment_factories is not None:
+            return
+        start = self._tokenizer(text="")["input_ids"]
+        for row, example in enumerate(examples):
+            columns = ", ".join(example)
+            require("prompt" in example, f"{place} has no column prompt: it has {columns}")
+            has_tokens = bool(example["prompt"] or start)
+            require(has_tokens, f"row {row} of {place} has an empty prompt: leave it out")
 
     def _generate(self, prompts: list[Any]) -> Any:
         """Return what TRL generates; keep the prompts' token ids."""
@@ -155,6 +175,7 @@ class CrossoverTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's batch with the advantages (B, C) of sampled tokens."""
+        self._check_prompts(inputs, "the batch")
         batch = super()._generate_and_score_completions(inputs)
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)  # (B, C)
         batch["advantages"] = self._task_weight() * batch["advantages"][:, None] * mask  # (B, C)
@@ -174,11 +195,15 @@ class CrossoverTrainer(GRPOTrainer):
             f"the policy differs from the reward's generator by {difference:.2f} nats per token "
             "at its start: make the reward from the model that is trained",
         )
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        for name in ("divergence", "evidence", "kl_start"):
-            sums = torch.stack((self._terms[name].sum(), num_tokens))
-            total, count = self.accelerator.reduce(sums)
-            metrics[f"crossover/{name}"].append((total / count.clamp(min=1)).item())
+        mode = "train" if self.model.training else "eval"
+        metrics = self._metrics[mode]
+        sums = torch.stack([*(self._terms[name].sum() for name in FIGURES), num_tokens])
+        sums = self.accelerator.reduce(sums)
+        if "crossover/divergence" in metrics:  # since the last log
+            sums += self._sums[mode]
+        self._sums[mode] = sums
+        for name, mean in zip(FIGURES, sums / sums[-1].clamp(min=1), strict=False):
+            metrics[f"crossover/{name}"] = [mean.item()]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Return TRL's loss () of sampled tokens, plus the divergence from m.

@@ -355,7 +355,7 @@ def test_sampling_that_is_not_plain_is_rejected(models, tmp_path, settings):
         make_trainer(models, tmp_path, settings)
 
 
-def test_other_uses_that_cannot_work_are_rejected(models, tmp_path):
+def test_other_uses_that_cannot_work_are_rejected(models, named, tmp_path):
     from transformers import ProcessorMixin
 
     class Processor(ProcessorMixin):
@@ -369,6 +369,9 @@ def test_other_uses_that_cannot_work_are_rejected(models, tmp_path):
     reward = CrossoverReward(models[1], model)
     with pytest.raises(UserError, match="the reward holds the model that is trained"):
         make_trainer(models, tmp_path, model=model, reward=reward)
+    other = {"reward": CrossoverReward(model, models[0]), "peft_config": lora()}
+    with pytest.raises(UserError, match="the reward holds the model that is trained"):
+        make_trainer(models, tmp_path, model=model, **other)
     with pytest.raises(UserError, match=r"the reward's generator by \d\.\d\d nats"):
         make_trainer(models, tmp_path, model=models[1]).train()
     with pytest.raises(UserError, match="has no weight yet"):
@@ -378,3 +381,33 @@ def test_other_uses_that_cannot_work_are_rejected(models, tmp_path):
     reward = CrossoverReward(generator=models[0])
     with pytest.raises(UserError, match=r"training on a head gave no gain.*: pass natural="):
         make_trainer(models, tmp_path, reward=reward)
+    named["adapted"].save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="is an adapter: merge it"):
+        make_trainer(models, tmp_path, model=str(tmp_path))
+    with pytest.raises(UserError, match="is an adapter: merge it"):
+        CrossoverReward(models[1], str(tmp_path))
+
+
+def test_figures_are_means_over_the_tokens_since_the_last_log(models, named, tmp_path):
+    """Also if an evaluation interrupts the steps."""
+    from interop.crossover_trainer import CrossoverTrainer
+
+    parts = []
+
+    class Noting(CrossoverTrainer):
+        def _log_and_check(self, num_tokens):
+            super()._log_and_check(num_tokens)
+            if self.model.training:
+                parts.append(torch.stack((self._terms["divergence"].sum(), num_tokens)))
+
+    settings = (
+        "--max_steps 2 --logging_steps 2 --eval_strategy steps --eval_steps 1 "
+        "--max_completion_length 12 --per_device_train_batch_size 1 --gradient_accumulation_steps 4"
+    )
+    trainer = make_trainer(models, tmp_path, settings, Noting, eval_dataset=named["few"])
+    trainer.train()
+    total, count = sum(parts)
+    assert len(parts) == 8 and len({int(part[1]) for part in parts}) > 1
+    name = "crossover/divergence"
+    (found,) = [record[name] for record in trainer.state.log_history if name in record]
+    assert found == pytest.approx((total / count).item())
