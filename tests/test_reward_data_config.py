@@ -135,22 +135,6 @@ def test_a_dataset_is_binary_mode_with_its_files(files, tmp_path):
     assert named.input_mode == "binary" and named.train_bin.endswith("shakespeare/train.bin")
 
 
-def test_values_out_of_range_are_reported_at_once(text_config):
-    wrong = {
-        "train_split": 1.0,
-        "samples_per_chunk": 0,
-        "temperature": float("nan"),
-        "top_k": 0,
-        "seed": -1,
-    }
-    wrong["max_blocks"] = 0
-    found = errors(text_config, **wrong)
-    assert [error.partition(": must be")[0] for error in found] == [
-        f"{name}={value}" for name, value in wrong.items()
-    ]
-    assert len(errors(text_config, train_split=0.0, temperature=-0.5)) == 2
-
-
 def test_impossible_tokenizations_are_refused_by_the_class_of_both_modules():
     """The reward-data documents import it from here; it is defined with the tokenizers."""
     assert reward_data_config.TokenizationInfo is tokenization_manager.TokenizationInfo
