@@ -135,7 +135,7 @@ def test_unknown_characters_are_refused_and_nothing_is_written(tmp_path, write):
 def test_what_an_earlier_corpus_left_is_removed(tmp_path, write, bpe):
     folder = tmp_path / "novel"
     folder.mkdir()
-    for name in ("meta.pkl", "tokenizer.json", "test.bin"):
+    for name in ("meta.pkl", "tokenizer.json", "test.bin", "judge.bin"):
         (folder / name).write_text("of an earlier corpus")
     texts = write(TEXT)
     prepare_texts(texts, folder, bpe, split_segments(texts))

@@ -102,19 +102,18 @@ def test_quality_of_text_and_passages_with_their_p_natural(
 
 
 def test_the_judge_reads_text_that_no_model_has_read(tmp_path, corpus, generator):
-    """Where there is any; of a model of unknown data nobody knows."""
+    """If there is such text; what a model of another corpus has read is unknown."""
     folder = tmp_path / "other_char"
     shutil.copytree(corpus, folder)
-    np.fromfile(corpus / "val.bin", np.uint16)[::-1].tofile(folder / "judge.bin")
+    backwards = np.fromfile(corpus / "val.bin", np.uint16)[::-1]
+    backwards.tofile(folder / "judge.bin")
     options = {"checkpoints": [generator], "dataset": corpus, "samples": 20}
     read = evaluate(tmp_path, **options)[str(generator)]["quality"]
     options["word_dataset"] = folder
     unread = evaluate(tmp_path, **options)[str(generator)]["quality"]
     assert (read["judge_text"], unread["judge_text"]) == ("natural", "unread")
     assert unread["unknown_words"] == read["unknown_words"]
-    assert (
-        unread["natural"]["judge_loss"] > read["natural"]["judge_loss"]
-    )  # by a text read backwards
+    assert unread["natural"]["judge_loss"] > read["natural"]["judge_loss"]
     record = TokenizationManager(data_path=corpus).to_record()
     foreign = make_checkpoint(tmp_path / "foreign.pt", record["vocab_size"], record)
     options["checkpoints"] = [generator, foreign]
