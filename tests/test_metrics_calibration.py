@@ -24,18 +24,19 @@ def sharp_model(factor: float = 1.0) -> GPT:
     return model
 
 
+@pytest.mark.parametrize("factor", [0.25, 2.0, 4.0, 6.0])
 @torch.no_grad()
-def test_calibration_finds_the_sharpness_of_a_model():
+def test_calibration_finds_the_sharpness_of_a_model(factor):
     """Text that the model wrote needs none; for a model of twice the logits the temperature is
-    twice as high.
+    twice as high, and so on: the loss is the same.
     """
-    model, sharper = sharp_model(), sharp_model(2.0)
+    model, sharper = sharp_model(), sharp_model(factor)
     ids = model.generate(torch.randint(V, (400, 1)), 7, generator=torch.Generator().manual_seed(1))
     batches = [(part[:, :-1], part[:, 1:]) for part in ids.split(150)]
     temperature = fit_temperature(partial(token_losses, model, batches))
     sharper_temperature = fit_temperature(partial(token_losses, sharper, batches))
     assert temperature == pytest.approx(1, abs=0.08)
-    assert sharper_temperature == pytest.approx(2 * temperature, rel=0.03)
+    assert sharper_temperature == pytest.approx(factor * temperature, rel=0.03)
     loss = token_losses(model, batches, [temperature]).mean().item()
     losses = token_losses(sharper, batches, [sharper_temperature, 1.0]).mean(1).tolist()
     assert losses[0] == pytest.approx(loss, abs=1e-3)
