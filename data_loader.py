@@ -86,15 +86,11 @@ class Corpus:
 
     @cached_property
     def characters_per_token(self) -> float:
-        """Return the mean number of characters of a token, from the start of the validation text.
-
-        It is 1 for ids without text.
-        """
+        """Return the mean number of characters of a token in the select part; 1 for ids."""
         if self.tokenizer.method == "ids":
             return 1.0
-        sample = self.val[:INTERVAL_CHARACTERS]
-        num_characters = max(1, len(self.tokenizer.decode(sample.tolist())))
-        return num_characters / len(sample)
+        part = validation_part(self.val, 1, "select")
+        return max(1, len(self.tokenizer.decode(part))) / len(part)
 
     @cached_property
     def interval_tokens(self) -> int:

@@ -3,6 +3,9 @@
 pytest tests/test_data_loader.py
 """
 
+from pathlib import Path
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 
 from data_loader import (
     BinaryFileError,
+    Corpus,
     get_batch,
     open_token_file,
     read_windows,
@@ -145,3 +149,14 @@ def test_the_windows_of_the_parts_are_those_of_the_split(num_tokens, block_size)
     parts = validation_parts(num_tokens // block_size)
     assert select == whole[: parts["select"].stop]
     assert report == whole[parts["report"].start :]
+
+
+def test_characters_per_token_are_those_of_the_part_that_selects():
+    """Its first half could be a title page; the text of a token has as many characters as its
+    number.
+    """
+    tokens = np.repeat(uint16([1, 2, 9]), (2000, 2000, 6000))
+    tokenizer = Mock(method="bpe", decode=lambda ids: "x" * int(ids.sum()))
+    corpus = Corpus(Path(), tokenizer, tokens, tokens)
+    assert corpus.characters_per_token == pytest.approx(1.5, rel=2e-3)
+    assert corpus.interval_tokens == 1332
