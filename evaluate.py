@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from common.device import float64, select_device
-from common.files import read_text, write_json
+from common.files import write_json
 from common.log import check_finite, format_metrics, print0
 from common.process import require, run_main, warn
 from common.settings import Errors, Settings, parse_settings, setting
+from corpus.encode import encode_segments, scan_text
 from cycles.text_page import open_page, present_text, read_tokens
 from data_loader import Corpus, open_corpus, open_token_file, validation_part
 from generation.completions import Completer
@@ -191,7 +192,10 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
         f"the head of {path} has no output per token: use a reward model with --head likelihood",
     )
     tokenizer = ckpt.choose_tokenizer(contents, None)
-    ids = tokenizer.encode(read_text(text_path))
+    text = scan_text(Path(text_path))
+    # Part by part: a tokenizer takes hundreds of bytes for a character while it encodes.
+    parts = encode_segments([text], [("text", text.num_characters)], tokenizer)
+    ids = np.concatenate([tokens for _, tokens in parts])
     page = open_page(text_path, len(ids), settings.output_path)
     check_skill(path, contents["training"] or {}, is_allowed=True)
     present_text(

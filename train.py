@@ -355,10 +355,9 @@ def new_model(settings: TrainSettings, tokenizer: TokenizationManager) -> GPT:
     seed_step(settings.seed, "weights")
     shape = {name: getattr(settings, name) for name in SHAPE}
     config = GPTConfig(vocab_size=tokenizer.vocab_size, dropout=settings.dropout, **shape)
-    padded_size = math.ceil(config.vocab_size / 64) * 64
-    if tokenizer.method != "char" and padded_size > config.vocab_size:
+    if tokenizer.method != "char":
         config.num_tokens = config.vocab_size
-        config.vocab_size = padded_size
+        config.vocab_size = math.ceil(config.vocab_size / 64) * 64
     model = GPT(config)
     if settings.optimizer == "muon":
         model.init_orthogonal()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.log import progress
-from reward.posterior import crossover_log_posterior, natural_probabilities
+from reward.posterior import natural_probabilities
 
 WINDOWS = 8  # read at a time
 TAIL = 0.025  # of the posterior, on each side of a 95 % interval
@@ -66,12 +66,13 @@ def read_crossover(evidence: Tensor) -> Reading:
     values = evidence.cpu().double() + prior
     # The posterior has no K of the last position: add one, so that K may be n.
     values = F.pad(values, (0, 1))[None]  # (1, n + 1)
-    posterior = crossover_log_posterior(values)[0].exp()  # (n,): P(K = 1), ..., P(K = n)
-    natural = natural_probabilities(values)[0, :-1]
+    at_least = natural_probabilities(values)[0]  # (n + 1,): P(K >= 1), ..., P(K >= n + 1) = 0
+    natural = at_least[:-1]
     crossover = n
     if natural[-1] < 0.5:
-        crossover = 1 + int(posterior[:-1].argmax())
-    cumulative = posterior.cumsum(0)
-    low = 1 + int((cumulative < TAIL).sum())
-    high = 1 + int((cumulative < 1 - TAIL).sum())
+        posterior = -natural.diff()  # (n - 1,): P(K = 1), ..., P(K = n - 1)
+        crossover = 1 + int(posterior.argmax())
+    more = at_least[1:]  # (n,): P(K > 1), ..., P(K > n)
+    low = 1 + int((more > 1 - TAIL).sum())
+    high = 1 + int((more > TAIL).sum())
     return Reading(natural, crossover, min(low, crossover), max(high, crossover))

@@ -69,7 +69,7 @@ LOADS = {
     "prepare_reward_data": MODEL + "corpus.encode reward_data_config reward_dataset_loader",
     "train_reward_model": MODEL + "metrics reward reward_dataset_loader",
     "train_grpo": MODEL + "grpo metrics reward",
-    "evaluate": (MODEL + "grpo metrics cycles.rendering cycles.text_page reward"),
+    "evaluate": (MODEL + "corpus.encode grpo metrics cycles.rendering cycles.text_page reward"),
     "sample": MODEL,
     "prepare_text": "common corpus data_loader tokenization_manager",
     "reward_dataset_loader": "common data_loader generation tokenization_manager",

@@ -207,8 +207,16 @@ def reading(tmp_path, corpus, generator, predictive_reward_model, monkeypatch):
     return {"text": "mixed.txt", "reward_model_path": predictive_reward_model, "device": "cpu"}
 
 
-def test_the_beginning_of_generated_text_is_found(reading, tmp_path):
+def test_the_beginning_of_generated_text_is_found(reading, tmp_path, monkeypatch):
+    lengths = []  # of the parts in which the text is encoded
+    encode = TokenizationManager.encode
+    monkeypatch.setattr(
+        TokenizationManager, "encode", lambda *args: lengths.append(len(args[1])) or encode(*args)
+    )
+    monkeypatch.setattr("common.files.CHUNK", 90)
+    monkeypatch.setattr("corpus.encode.PART_CHARACTERS", 100)
     printed = succeed("evaluate", **reading)
+    assert sum(lengths) == 600 and max(lengths) < 200
     place = int(re.search(r"begins after (\d+) characters \(K = \1 of 600", printed)[1])
     low, high = map(int, re.search(r"interval: (\d+) to (\d+) of 600", printed).groups())
     assert low <= 300 <= high
