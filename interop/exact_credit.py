@@ -87,7 +87,7 @@ def exact_terms(
         # Sums of products have these gradients. Their value is left out.
         gradients = (torch.cat(of_states), *of_layer)
         for gradient, each in zip(gradients, (states, *trained), strict=True):
-            product = (gradient * each).sum()
+            product = (gradient.float() * each).sum()
             loss = loss + (product - product.detach())
         if needs_samples:
             results["log_probs"], results["entropy"], *_ = ChunkedLogProbFunction.apply(

@@ -390,24 +390,17 @@ def test_other_uses_that_cannot_work_are_rejected(models, named, tmp_path):
 
 def test_figures_are_means_over_the_tokens_since_the_last_log(models, named, tmp_path):
     """Also if an evaluation interrupts the steps."""
-    from interop.crossover_trainer import CrossoverTrainer
-
-    parts = []
-
-    class Noting(CrossoverTrainer):
-        def _log_and_check(self, num_tokens):
-            super()._log_and_check(num_tokens)
-            if self.model.training:
-                parts.append(torch.stack((self._terms["divergence"].sum(), num_tokens)))
-
     settings = (
-        "--max_steps 2 --logging_steps 2 --eval_strategy steps --eval_steps 1 "
-        "--max_completion_length 12 --per_device_train_batch_size 1 --gradient_accumulation_steps 4"
+        "--max_steps 2 --eval_strategy steps --eval_steps 1 --max_completion_length 12 "
+        "--per_device_train_batch_size 1 --gradient_accumulation_steps 4 --logging_steps"
     )
-    trainer = make_trainer(models, tmp_path, settings, Noting, eval_dataset=named["few"])
-    trainer.train()
-    total, count = sum(parts)
-    assert len(parts) == 8 and len({int(part[1]) for part in parts}) > 1
-    name = "crossover/divergence"
-    (found,) = [record[name] for record in trainer.state.log_history if name in record]
-    assert found == pytest.approx((total / count).item())
+    figures = []
+    for steps in (1, 2):
+        trainer = make_trainer(models, tmp_path, f"{settings} {steps}", eval_dataset=named["few"])
+        trainer.train()
+        figures += [record for record in trainer.state.log_history if "entropy" in record]
+    values = [record["crossover/divergence"] for record in figures]
+    lengths = [record["completions/mean_length"] for record in figures]
+    assert lengths[0] != lengths[1]
+    assert values[0] == pytest.approx(figures[0]["loss"])
+    assert values[2] == pytest.approx(np.average(values[:2], weights=lengths[:2]))
