@@ -94,7 +94,7 @@ class Corpus:
 
     @cached_property
     def interval_tokens(self) -> int:
-        """Return the block size for bootstrap intervals: the tokens in INTERVAL_CHARACTERS."""
+        """Return the block size for intervals: the tokens in INTERVAL_CHARACTERS."""
         return max(1, round(INTERVAL_CHARACTERS / self.characters_per_token))
 
     def describe(self) -> str:

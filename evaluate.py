@@ -30,8 +30,8 @@ from generation.completions import Completer
 from generation.prompts import draw_prompts, spread_prompts
 from grpo.evaluation import EVAL_SAMPLES, measure_completions
 from losses import perplexity, text_losses, token_losses
-from metrics.bootstrap import block_means, bootstrap_blocks, format_figure
 from metrics.calibration import fit_temperature
+from metrics.intervals import block_figures, block_means, format_figure
 from metrics.text_quality import TextQuality
 from model import GPT
 from reward.heads import build_reward_model
@@ -39,7 +39,7 @@ from reward.scorer import check_skill, load_scorer
 from reward.user_function import RESERVED_ENDINGS
 from training import checkpoint as ckpt
 
-SEED = 42  # of intervals and samples
+SEED = 42  # of samples
 MAX_CHARACTERS = 1 << 24  # of the natural texts that judge samples
 NUM_PASSAGES = 4
 PASSAGE_PROMPT_SHARE = 1 / 3  # of the context; the model writes the rest
@@ -174,7 +174,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
                 prompts = draw_prompts(
                     part, length, FRESH_PROMPTS, EVAL_SAMPLES, SEED, "eval", "fresh"
                 )
-                figures.update(measure_completions(model, scorer, prompts, SEED))
+                figures.update(measure_completions(model, scorer, prompts))
         print0(f"{path}:")
         print_figures(figures)
     if settings.output_path is not None:
@@ -251,11 +251,11 @@ def measure_losses(
         figures["temperature"] = temperature
         figures["blocks"] = block_means(calibrated, corpus.interval_tokens).tolist()
     for name, values in losses.items():
-        figures.update(bootstrap_blocks(name, values, corpus.interval_tokens, SEED))
+        figures.update(block_figures(name, values, corpus.interval_tokens))
         if settings.baseline is not None:
             change = values - baseline_losses.setdefault(name, values)
             name = name.replace("loss", "difference")
-            figures.update(bootstrap_blocks(name, change, corpus.interval_tokens, SEED))
+            figures.update(block_figures(name, change, corpus.interval_tokens))
     figures["perplexity"] = perplexity(figures["loss"])
     check_finite(figures)
     num_tokens = len(losses["loss"])
@@ -316,7 +316,7 @@ def write_passages(
     None without a reward model, and for a head that has no output per token.
     """
     prompts = spread_prompts(
-        quality.tokens, completer.length, NUM_PASSAGES, PASSAGE_PROMPT_SHARE, SEED
+        quality.tokens, completer.length, NUM_PASSAGES, PASSAGE_PROMPT_SHARE, SEED, "passages"
     )
     passages = []
     start = int(prompts.prefix_lengths[0])

@@ -19,7 +19,7 @@ from common.device import autocast, evaluating
 from common.distributed import ONE_RANK, Ranks
 from common.log import progress
 from data_loader import Corpus, read_windows, split_windows, validation_part
-from metrics.bootstrap import bootstrap_blocks
+from metrics.intervals import block_figures
 
 # Bound of log-ratios between two models' probabilities, so that no single token decides.
 MAX_LOG_RATIO = 10.0
@@ -104,7 +104,6 @@ def measure_loss(
     name: str,
     model: Any,
     corpus: Corpus,
-    seed: int,
     dtype: torch.dtype | None = None,
     max_rows: int = sys.maxsize,
     ranks: Ranks = ONE_RANK,
@@ -112,8 +111,7 @@ def measure_loss(
     """Return a mean loss in nats per token by its name, with its 95% interval.
 
     name: val_loss, of the whole validation split, or select_loss, of windows of its select part.
-    seed: of the interval. dtype: as `common.device.autocast` has it. max_rows, ranks: see
-    `text_losses`.
+    dtype: as `common.device.autocast` has it. max_rows, ranks: see `text_losses`.
     """
     tokens = corpus.val
     max_tokens = None
@@ -124,4 +122,4 @@ def measure_loss(
         (losses,) = text_losses(
             model, tokens, max_tokens=max_tokens, max_rows=max_rows, ranks=ranks
         )
-    return bootstrap_blocks(name, losses, corpus.interval_tokens, seed)
+    return block_figures(name, losses, corpus.interval_tokens)

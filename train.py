@@ -192,7 +192,6 @@ def run(settings: TrainSettings) -> dict[str, Any]:
     measure = partial(
         measure_loss,
         corpus=corpus,
-        seed=settings.seed,
         dtype=dtype,
         max_rows=settings.batch_size,
         ranks=ranks,

@@ -139,7 +139,7 @@ def run(settings: RewardModelSettings) -> dict[str, Any]:
     with torch.no_grad():
         prediction = model.share(model.score(report))
     blocks = torch.from_numpy(report_rows // val_set.samples_per_chunk)
-    skill = measure_skill(prediction, labels[:, 0], blocks, val_set.block_size, settings.seed)
+    skill = measure_skill(prediction, labels[:, 0], blocks, val_set.block_size)
     log.log(figures["epoch"], quiet=True, final=True, **skill)
 
     record = {

@@ -33,7 +33,7 @@ from examples.heal_pruned_model import LENGTH, HealSettings, prune
 from interop.crossover_reward import load_model, load_tokenizer
 from interop.samples import Samples, draw_samples
 from losses import token_log_probs
-from metrics.bootstrap import format_figure
+from metrics.intervals import format_figure
 from metrics.reward_skill import measure_skill
 from reward.posterior import natural_share
 from reward.states import StateHead, train_state_head
@@ -207,7 +207,7 @@ def measure_heads(
             train_state_head(head, train, select, settings.seed, f"Layer {layer}")
             with torch.no_grad():
                 prediction = natural_share(head(report_inputs[number]))
-            skill = measure_skill(prediction, report.shares(), report.blocks, LENGTH, settings.seed)
+            skill = measure_skill(prediction, report.shares(), report.blocks, LENGTH)
             results.append({"layer": layer, "num_samples": size, **skill})
             print0(f"layer {layer}, {size} samples: R2 {format_figure(skill, 'r2', '.2f')}")
     return results

@@ -22,7 +22,7 @@ from corpus.encode import (
     prepare_texts,
 )
 from data_loader import INTERVAL_CHARACTERS, open_corpus
-from metrics.bootstrap import MIN_BLOCKS
+from metrics.intervals import MIN_BLOCKS
 from tokenization_manager import TokenizationManager
 
 # the settings file for your own texts

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from cycles.ledger import Ledger, Record
-from metrics.bootstrap import bootstrap_mean, widened
+from metrics.intervals import mean_figures
 
-SEED = 42  # of the intervals of differences
 KINDS = {  # of models, by the kind of the stage that makes them
     "base": "generator",
     "natural_model": "natural model",
@@ -162,11 +161,10 @@ def subtract(policy: Record, model: Record) -> dict[str, Any]:
         if name not in policy or name not in model:
             continue
         paired = torch.tensor(policy[losses]) - torch.tensor(model[losses])
-        mean = bootstrap_mean(name, paired, SEED)
+        error = 0.0
         if name == "judge_loss":  # each model has the error of its own temperature
             error = math.hypot(policy["judge_loss_error"], model["judge_loss_error"])
-            mean = widened(name, mean, error)
-        differences.update(mean)
+        differences.update(mean_figures(name, paired, error))
         differences[name] = policy[name] - model[name]
     return differences
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from cycles.results import BETTER, NO_DIFFERENCE, WORSE, Model, Results
-from metrics.bootstrap import format_figure
+from metrics.intervals import format_figure
 
 # With a natural model whose loss is less than this below the generator's, expect that text becomes
 # hardly more natural.

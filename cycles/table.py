@@ -4,7 +4,7 @@ python run_cycles.py --text my_novel.txt --natural_text other_novels/
 """
 
 from cycles.results import Model, Results
-from metrics.bootstrap import format_figure
+from metrics.intervals import format_figure
 
 # The columns: a figure and its form. Columns with VERDICT say what the policy is beside the model.
 VERDICT = "verdict"

@@ -18,7 +18,7 @@ from common.settings import Errors, Settings, parse_settings, setting
 from corpus.encode import find_texts, joined_pieces
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
 from interop.samples import complete
-from metrics.bootstrap import bootstrap_mean, format_figure
+from metrics.intervals import format_figure, mean_figures
 from training.huggingface import import_optional
 
 PROMPT = 32  # tokens
@@ -82,7 +82,7 @@ def main() -> None:
     before = kl_to_whole(floor, whole, held_out[1::2], settings.seed)
     after = kl_to_whole(policy, whole, held_out[1::2], settings.seed)
     for name, values in {"floor": before, "healed": after, "change": after - before}.items():
-        print(name, format_figure(bootstrap_mean("kl", values, settings.seed), "kl", ".3f"))
+        print(name, format_figure(mean_figures("kl", values), "kl", ".3f"))
 
 
 def load(settings: HealSettings) -> tuple[Any, Any, Tensor, Tensor]:

@@ -66,15 +66,21 @@ def draw_prompts(
 
 
 def spread_prompts(
-    tokens: np.ndarray, length: int, num_prompts: int, prompt_share: float, seed: int
+    tokens: np.ndarray,
+    length: int,
+    num_prompts: int,
+    prompt_share: float,
+    seed: int,
+    purpose: str,
 ) -> Prompts:
     """Take prompts at equal distances from natural text (n,), each for one completion.
 
-    A prompt is the share `prompt_share` of a row, at least one token. Raise UserError if the text
-    has fewer than `length` tokens.
+    Seed and purpose decide the place of the first prompt, and the completions. A prompt is the
+    share `prompt_share` of a row, at least one token. Raise UserError if the text has fewer than
+    `length` tokens.
     """
     check_length(tokens, length)
-    draw = random_stream(seed, "samples")
+    draw = random_stream(seed, purpose)
     distance = (len(tokens) - length + 1) / num_prompts
     starts = ((np.arange(num_prompts) + draw.random()) * distance).astype(int)
     prompt_length = max(1, int(prompt_share * length))

@@ -12,7 +12,7 @@ from generation.prompts import Prompts, draw_prompts
 from grpo.rollouts import complete_prompts
 from grpo.sampled import kl_estimate, sequence_rewards
 from losses import measure_loss
-from metrics.bootstrap import bootstrap_mean
+from metrics.intervals import mean_figures
 from reward.scorer import RewardScorer
 
 EVAL_PROMPTS = 64
@@ -25,17 +25,15 @@ def evaluate_policy(policy: Any, scorer: RewardScorer, corpus: Corpus, seed: int
     """
     length = policy.config.block_size
     tokens = validation_part(corpus.val, length, "select")
-    figures = measure_loss("select_loss", policy, corpus, seed)
+    figures = measure_loss("select_loss", policy, corpus)
     prompts = draw_prompts(tokens, length, EVAL_PROMPTS, EVAL_SAMPLES, seed, "eval", "select")
-    figures.update(measure_completions(policy, scorer, prompts, seed))
+    figures.update(measure_completions(policy, scorer, prompts))
     return figures
 
 
 @torch.no_grad()
-def measure_completions(
-    policy: Any, scorer: RewardScorer, prompts: Prompts, seed: int
-) -> dict[str, Any]:
-    """Return the figures of fresh completions beside those of natural text. seed: of intervals."""
+def measure_completions(policy: Any, scorer: RewardScorer, prompts: Prompts) -> dict[str, Any]:
+    """Return the figures of fresh completions beside those of natural text."""
     rollouts = complete_prompts(policy, prompts)
     natural = prompts.natural.to(rollouts.ids.device)  # (P, N)
     group_size = prompts.prefix_lengths.size(1)
@@ -50,7 +48,7 @@ def measure_completions(
     figures: dict[str, Any] = {}
     for name, values in rewards.items():
         by_prompt = values.view(len(natural), -1).mean(1)  # (R,) or (P,) -> (P,)
-        figures.update(bootstrap_mean(name, by_prompt, seed))
+        figures.update(mean_figures(name, by_prompt))
     kl = kl_estimate(rollouts.old_log_probs, scores.reference_log_probs)
     figures["kl_now"] = kl[rollouts.mask].mean().item()
     return figures

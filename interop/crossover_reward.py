@@ -23,7 +23,7 @@ from common.process import require, run_main, warn
 from interop.samples import Samples, draw_samples
 from interop.trunk_head import TrunkHead, copy_tensors
 from losses import token_log_probs
-from metrics.bootstrap import better_than_constant
+from metrics.intervals import better_than_constant
 from metrics.reward_skill import describe_skill, measure_skill
 from reward.heads import LikelihoodRewardModel, features_of
 from reward.mixture import fit_mixture
@@ -239,7 +239,7 @@ class CrossoverReward:
         report = samples.pick(samples.blocks >= count // 2)
         with self._unchanged_after_error():
             figures, prediction = self.head.fit(select, report, seed)
-            figures.update(measure_skill(prediction, report.shares(), report.blocks, T, seed))
+            figures.update(measure_skill(prediction, report.shares(), report.blocks, T))
             # The models are known by their log-probabilities of a sample.
             figures["sample"] = select.ids[0].tolist()
             figures["log_probs"] = self._log_probs(figures["sample"])

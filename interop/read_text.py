@@ -23,7 +23,7 @@ from common.settings import Errors, Settings, parse_settings
 from corpus.encode import find_texts, joined_pieces
 from cycles.text_page import open_page, present_text
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
-from metrics.bootstrap import better_than_constant
+from metrics.intervals import better_than_constant
 
 LENGTH = 64  # tokens of the natural blocks, and of the windows of the text
 MIN_BLOCKS = 16  # natural blocks; half of them are reported on, and fewer give no interval

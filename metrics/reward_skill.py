@@ -1,10 +1,10 @@
 """Measure how well a reward model predicts: R2 with its interval, and MAE.
 
-    python -c "import torch, metrics.reward_skill as s; x = torch.rand(9); print(s.r_squared(x, x))"
+    python -c "from metrics.reward_skill import *; print(r_squared(torch.ones(1, 4)))"
 
 Pure functions of predictions and labels, for n sequences of N tokens. A prediction is P(natural), a
-target the true K/N. Sequences made of one natural block share its text; therefore intervals come
-from a bootstrap that draws whole blocks.
+target the true K/N. Sequences made of one natural block share its text; therefore the units of
+intervals are whole blocks.
 """
 
 import math
@@ -15,65 +15,68 @@ import torch
 from torch import Tensor
 
 from common.device import float64
-from metrics.bootstrap import bootstrap_interval, format_figure
+from metrics.intervals import confidence_interval, format_figure
 
 
-def bootstrap_r_squared(
-    prediction: Tensor, target: Tensor, blocks: Tensor, seed: int
-) -> tuple[float, float] | tuple[None, None]:
-    """Return the interval of R2 of predictions (n,) of targets (n,), over whole natural blocks.
+def row_terms(prediction: Tensor, target: Tensor) -> Tensor:
+    """Return 1, the target, its square and the squared error (n, 4) float64 of predictions (n,)."""
+    # (n,) minus (n, 1) would broadcast.
+    assert prediction.shape == target.shape, (prediction.shape, target.shape)
+    assert prediction.dim() == 1 and len(target) > 0, target.shape
+    target = float64(target)
+    error = float64(prediction) - target
+    return torch.stack([torch.ones_like(target), target, target**2, error**2], 1)
 
-    Both are float64. blocks: (n,), the natural block of each sequence. R2 is NaN in a resample of
-    equal targets.
+
+def r_squared(terms: Tensor) -> Tensor:
+    """Return R2 (m,) from means (m, 4) of `row_terms`, or of their sums in blocks.
+
+    1 is perfect, 0 a constant, NaN stands for equal targets.
     """
-    block_ids, block = blocks.unique(return_inverse=True)
-    centred = target - target.mean()  # keeps the digits of the sums of squares
-    per_row = torch.stack(
-        [torch.ones_like(target), centred, centred**2, (prediction - target) ** 2], 1
-    )  # (n, 4)
-    sums = torch.zeros(len(block_ids), 4, dtype=torch.float64, device="cpu")
-    sums = sums.index_add(0, block, per_row)
-
-    def r2(pick: Tensor) -> Tensor:
-        count, first, second, error = sums[pick].sum(0).unbind()
-        spread = second - first**2 / count
-        return torch.where(spread > 1e-12, 1 - error / spread, math.nan)
-
-    return bootstrap_interval(r2, len(block_ids), seed)
+    count, first, second, error = terms.unbind(1)
+    spread = second - first**2 / count
+    return torch.where(spread > 1e-12, 1 - error / spread, math.nan)
 
 
-def r_squared(prediction: Tensor, target: Tensor) -> float | None:
-    """Return R2 of predictions (n,): 1 is perfect, 0 a constant, None for equal targets (n,).
+def r_squared_interval(sums: Tensor) -> tuple[float | None, float | None]:
+    """Return the interval of R2 from the sums of `row_terms` in n blocks (n, 4).
 
-    Both are float64.
+    The errors of a good model are rare and large, so that few blocks may show none of them.
+    Therefore the interval includes R2 with two more blocks, where the model is as bad as a
+    constant.
     """
-    if target.min() == target.max():
-        return None
-    return float(1 - (prediction - target).square().sum() / (target - target.mean()).square().sum())
+    low, high = confidence_interval(sums, r_squared)
+    if low is not None:
+        r2 = r_squared(sums.mean(0, keepdim=True)).item()
+        low = min(low, r2 * len(sums) / (len(sums) + 2))
+    return low, high
 
 
 def measure_skill(
-    prediction: Tensor, target: Tensor, blocks: Tensor, num_tokens: int, seed: int
+    prediction: Tensor, target: Tensor, blocks: Tensor, num_tokens: int
 ) -> dict[str, Any]:
     """Return all metrics of predictions (n,) of targets (n,) as plain values for records.
 
-    R2 is None if the targets are equal. blocks: see `bootstrap_r_squared`. The mean absolute
-    error is a share, and in tokens.
+    blocks: (n,), the natural block of each sequence. R2 is None if the targets are equal. The mean
+    absolute error is a share, and in tokens.
     """
-    assert prediction.shape == target.shape  # (n,) minus (n, 1) would broadcast
-    assert prediction.dim() == 1 and len(target) > 0, target.shape
-    prediction = float64(prediction)
-    target = float64(target)
-    low, high = bootstrap_r_squared(prediction, target, blocks, seed)
-    mae = float((prediction - target).abs().mean())
+    terms = row_terms(prediction, target)
+    value = r_squared(terms.mean(0, keepdim=True)).item()
+    r2 = None
+    if math.isfinite(value):
+        r2 = value
+    mae = terms[:, 3].sqrt().mean().item()
+    block_ids, block = blocks.unique(return_inverse=True)
+    sums = torch.zeros(len(block_ids), 4, dtype=torch.float64, device="cpu")
+    low, high = r_squared_interval(sums.index_add(0, block, terms))
     return {
-        "r2": r_squared(prediction, target),
+        "r2": r2,
         "mae": mae,
         "mae_tokens": mae * num_tokens,
         "num_tokens": num_tokens,
         "r2_low": low,
         "r2_high": high,
-        "num_blocks": len(blocks.unique()),
+        "num_blocks": len(block_ids),
     }
 
 

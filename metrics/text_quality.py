@@ -20,13 +20,13 @@ from torch import Tensor
 from common.device import float64
 from generation.completions import Completer
 from generation.prompts import Prompts, spread_prompts
-from metrics.bootstrap import bootstrap_interval, bootstrap_mean, widened
+from metrics.intervals import confidence_interval, mean_figures
 from metrics.judge import Judge
 from metrics.samples import count_unknown, words_of
 from tokenization_manager import TokenizationManager
 
 TEMPERATURES = (0.45, 0.6, 0.75, 0.9, 1.05, 1.4)
-SEED = 42  # of samples and intervals
+SEED = 42  # of samples
 SWEEP_SAMPLES = 128  # at each temperature, to choose one
 PROMPT_SHARE = 1 / 8  # of a row; the model writes the rest
 # How many pairs of words are compared, as a share of those in the natural text. Generated text may
@@ -117,8 +117,8 @@ class TextQuality:
         self.judge_text = judge_text
         self.known_words = frozenset(words_of(library))
         num_swept = min(SWEEP_SAMPLES, num_samples)
-        self.sweep = spread_prompts(tokens, length, num_swept, prompt_share, SEED)
-        self.report = spread_prompts(tokens, length, num_samples, prompt_share, SEED)
+        self.sweep = spread_prompts(tokens, length, num_swept, prompt_share, SEED, "sweep")
+        self.report = spread_prompts(tokens, length, num_samples, prompt_share, SEED, "samples")
         self.prompt_length = int(self.report.prefix_lengths[0])
         _, swept = self.texts(self.natural_rows(self.sweep))
         self.distinct_pairs = DistinctPairs(swept)
@@ -157,7 +157,7 @@ class TextQuality:
 
     def figures(self, samples: Samples) -> dict[str, Any]:
         """Return the three figures of samples; unknown_words is None if there are no words."""
-        unknown_words: float | None = share_of_unknown(samples.counts).item()
+        unknown_words: float | None = share_of_unknown(samples.counts.mean(0)).item()
         if samples.counts.sum() == 0:
             unknown_words = None
         return {
@@ -173,9 +173,8 @@ class TextQuality:
     def of_model(self, completer: Completer) -> dict[str, Any]:
         """Return the figures of a model at the temperature of natural diversity.
 
-        docs/reference.md defines them. Intervals are over samples; that of the judge's loss also
-        has the error of the temperature. The share of distinct pairs has none, because a resample
-        has the same samples several times.
+        docs/reference.md defines them. Intervals are over samples, and have the error of the
+        temperature too. The share of distinct pairs has none: it decides the temperature.
         """
         swept = []
         sweep = []
@@ -186,22 +185,22 @@ class TextQuality:
         diversity = [point["distinct_pairs"] for point in sweep]
         target = self.natural["distinct_pairs"]
         temperature = temperature_at(target, diversity)
-        slopes = np.gradient([point["judge_loss"] for point in sweep], TEMPERATURES)
-        slope = np.interp(temperature, TEMPERATURES, slopes)
-        error = abs(float(slope * self.temperature_error(swept, target)))
+        temperature_error = self.temperature_error(swept, target)
+        errors = {}
+        for name in ("judge_loss", "unknown_words"):
+            values = np.array([point[name] for point in sweep], float)  # NaN without words
+            slope = np.interp(temperature, TEMPERATURES, np.gradient(values, TEMPERATURES))
+            errors[name] = abs(float(slope * temperature_error))
 
         samples = self.write(self.report, completer, temperature)
-        judge_loss = bootstrap_mean("judge_loss", torch.from_numpy(samples.losses), SEED)
-        counts = samples.counts
-        low, high = bootstrap_interval(
-            lambda pick: share_of_unknown(counts[pick]), len(counts), SEED
-        )
+        losses = torch.from_numpy(samples.losses)
+        low, high = confidence_interval(samples.counts, share_of_unknown, errors["unknown_words"])
         return {
             "temperature": temperature,
             "is_reached": 0 < target < 1 and diversity[0] < target < max(diversity),
             **self.figures(samples),
-            **widened("judge_loss", judge_loss, error),
-            "judge_loss_error": error,
+            **mean_figures("judge_loss", losses, errors["judge_loss"]),
+            "judge_loss_error": errors["judge_loss"],
             "judge_text": self.judge_text,
             "unknown_words_low": low,
             "unknown_words_high": high,
@@ -213,8 +212,9 @@ class TextQuality:
     def temperature_error(self, swept: Sequence[list[str]], target: float) -> float:
         """Return the standard error of the temperature by a jackknife over folds of the samples.
 
-        swept: the texts of each temperature. A fold is every NUM_FOLDS-th of them (Efron and
-        Stein 1981, "The jackknife estimate of variance").
+        swept: the texts of each temperature. A fold is every NUM_FOLDS-th of them. The jackknife
+        tends to be too large (Efron and Stein 1981, "The jackknife estimate of variance"): for the
+        default's models by a tenth to a half.
         """
         temperatures = []
         for fold in range(NUM_FOLDS):
@@ -228,9 +228,8 @@ class TextQuality:
 
 
 def share_of_unknown(counts: Tensor) -> Tensor:
-    """Return the share of unknown words () from counts (R, 2); it is NaN without words."""
-    unknown, words = counts.sum(0)
-    return unknown / words
+    """Return the shares of unknown words (...) from counts (..., 2); they are NaN without words."""
+    return counts[..., 0] / counts[..., 1]
 
 
 def temperature_at(target: float, diversity: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ from common.device import autocast
 from common.process import UserError, require, warn
 from data_loader import Corpus
 from losses import scatter_to_mask, token_log_probs
-from metrics.bootstrap import MIN_BLOCKS, better_than_constant, format_figure
+from metrics.intervals import MIN_BLOCKS, better_than_constant, format_figure
 from model import GPT
 from reward.heads import build_reward_model
 from reward.user_function import RewardFunction, load_functions

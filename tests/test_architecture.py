@@ -65,7 +65,7 @@ LOADS = {
         + "corpus cycles evaluate grpo metrics prepare_reward_data reward "
         + "reward_data_config reward_dataset_loader train train_grpo train_reward_model"
     ),
-    "train": MODEL + "metrics.bootstrap",
+    "train": MODEL + "metrics.intervals",
     "prepare_reward_data": MODEL + "corpus.encode reward_data_config reward_dataset_loader",
     "train_reward_model": MODEL + "metrics reward reward_dataset_loader",
     "train_grpo": MODEL + "grpo metrics reward",

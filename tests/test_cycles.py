@@ -250,8 +250,8 @@ def test_a_policy_whose_text_is_not_better_has_a_reason(tmp_path):
     ledger = make_ledger(tmp_path, evaluation_v2=models, reward_model_v1=None)
     start = "The policy's text is not shown to be better than"
     chance = (
-        f"{start} the generator's: the judge's loss differs by -0.01 (-0.06 to +0.03), and lower "
-        f"is better. {start} plain training's: the judge's loss differs by +0.03 (-0.01 to +0.08), "
+        f"{start} the generator's: the judge's loss differs by -0.01 (-0.07 to +0.05), and lower "
+        f"is better. {start} plain training's: the judge's loss differs by +0.03 (-0.03 to +0.09), "
         "and lower is better."
     )
     assert reason(Results(ledger)) == chance
@@ -259,7 +259,7 @@ def test_a_policy_whose_text_is_not_better_has_a_reason(tmp_path):
     controls = {**CONTROLS, "control_plain_v2": evaluated(1.9, 0.206, 1.92, 0.27)}
     worse = (
         "The policy's text is worse than plain training's: the judge's loss differs by +0.04 "
-        "(+0.04 to +0.05), and lower is better."
+        "(+0.03 to +0.05), and lower is better."
     )
     assert worse in headline(results_of(controls_v2=controls))
 
@@ -306,10 +306,10 @@ def test_table():
     assert rows["natural text"] == ["1.811", "-", "4.6%", "-", "-", "0.930", "-"]
     assert rows["GRPO, sampled tokens"] == [
         "1.950 (1.500 to 2.750)",
-        "no difference shown -0.008 (-0.028 to +0.012)",
+        "no difference shown -0.008 (-0.035 to +0.019)",
         "15.1% (14.1% to 16.1%)",
         "1.796 (1.500 to 2.250)",
-        "better -0.027 (-0.047 to -0.007)",
+        "better -0.027 (-0.054 to -0.000)",
         "0.580",
         "15",
     ]

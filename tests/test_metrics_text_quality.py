@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from metrics.intervals import confidence_interval
 from metrics.text_quality import (
     TEMPERATURES,
     DistinctPairs,
     TextQuality,
+    share_of_unknown,
     temperature_at,
 )
 from tokenization_manager import TokenizationManager
@@ -80,12 +82,23 @@ def test_the_temperature_is_that_of_natural_diversity(share, is_reached):
     natural = words(np.random.default_rng(1).random(20_000), share)
     tokenizer = TokenizationManager.from_text("abcdefghijklmnopqrstuvwxyz ")
     measure = TextQuality(tokenizer, natural, tokenizer.encode(natural), 128, 40)
+    # Other completions choose the temperature than those that it is judged by.
+    assert not torch.equal(measure.sweep.uniforms, measure.report.uniforms)
     found = measure.of_model(Writer(tokenizer))
     diversity = [point["distinct_pairs"] for point in found["sweep"]]
     assert diversity == sorted(diversity)
     assert found["is_reached"] == is_reached
     if is_reached:
         assert 0 < found["judge_loss_error"] < 0.2
+        slopes = []
+        for name in ("judge_loss", "unknown_words"):
+            rises = np.gradient([point[name] for point in found["sweep"]], TEMPERATURES)
+            slopes.append(np.interp(found["temperature"], TEMPERATURES, rises))
+        error = found["judge_loss_error"] * slopes[1] / slopes[0]
+        samples = measure.write(measure.report, Writer(tokenizer), found["temperature"])
+        assert (found["unknown_words_low"], found["unknown_words_high"]) == pytest.approx(
+            confidence_interval(samples.counts, share_of_unknown, error)
+        )
         assert found["temperature"] == pytest.approx(2 * share, abs=0.15)
         assert found["distinct_pairs"] == pytest.approx(
             found["natural"]["distinct_pairs"], abs=0.15

@@ -302,7 +302,7 @@ def test_ranks_share_out_an_evaluation_in_batches_that_fit(
     model = build_model(load_checkpoint(generator))
     data = train.open_corpus(str(corpus), 17)
     for rank in range(num_ranks):
-        measure_loss("val_loss", model, data, 0, ranks=Ranks(rank, num_ranks))
+        measure_loss("val_loss", model, data, ranks=Ranks(rank, num_ranks))
     windows = split_windows(len(data.val), 16, 3)
     expected = token_losses(model, [read_windows(data.val, starts, 16) for starts in windows])
     assert torch.equal(torch.cat(parts, 1), expected)
