@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.compare import compare
 from common.device import select_device, select_dtype
 from common.process import run_main
-from common.settings import Errors, Settings, parse_settings, setting
+from common.settings import Settings, parse_settings, setting
 from generation.completions import Completer
 from generation.sampling import Sampling
 from model import GPT, GPTConfig
@@ -38,6 +38,7 @@ SHAPES = {
     "M": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256},
 }
 GROUP = 16  # completions of each natural block
+HUGGING_FACE_ROWS = (128, 512)
 NANOGPT_ROWS = {"XS": 64, "S": 64, "M": 4}  # few, because it reads every prefix again
 
 
@@ -47,17 +48,10 @@ class GenerationSettings(Settings):
 
     shapes: tuple[Literal["XS", "S", "M"], ...] = ("S", "M")
     """XS (2 layers, width 32, 16 positions), S (4, 128, 64), M (6, 384, 256)"""
-    hf_batches: tuple[int, ...] = (128, 512)
-    """batch sizes of Hugging Face's generate"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
     num_runs: int = setting(3, minimum=1)
     """timed runs of each way, after a warm-up"""
-
-    def check_settings(self, errors: Errors) -> None:
-        """Check the batch sizes."""
-        for batch in self.hf_batches:
-            errors.check(batch >= 1, f"hf_batches has {batch}: must be >= 1")
 
 
 def main() -> None:
@@ -69,7 +63,7 @@ def main() -> None:
         config = GPTConfig(vocab_size=VOCAB_SIZE, position="learned", **SHAPES[name])
         model = GPT(config).eval().to(device, select_dtype("auto", device))
         ways = {"Completer": completer_way(model)}
-        for batch in settings.hf_batches:
+        for batch in HUGGING_FACE_ROWS:
             ways[f"Hugging Face, {batch} rows"] = hugging_face_way(model, batch)
         rows = NANOGPT_ROWS[name]
         ways[f"nanoGPT, {rows} rows"] = nanogpt_way(model, rows)

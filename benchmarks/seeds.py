@@ -133,16 +133,6 @@ def format_difference(difference: float | None) -> str:
     return f"{difference:+.3f}"
 
 
-def share_of_way(models: dict[str, dict[str, Any]], figure: str) -> float | None:
-    """Return the share of the gap from generator to natural model that the policy closes."""
-    generator, policy, natural = (models[name][figure] for name in MODELS[:3])
-    closed = subtract(generator, policy)
-    gap = subtract(generator, natural)
-    if closed is None or gap is None:
-        return None
-    return closed / gap
-
-
 def main() -> None:
     settings = parse_settings(SeedsSettings, "seeds")
     first, *others = settings.seeds
@@ -169,9 +159,6 @@ def main() -> None:
                 differences.append(subtract(models[POLICY][figure], models[name][figure]))
             per_seed = " ".join(format_difference(difference) for difference in differences)
             print(f"{name}, {figure}: {interval(differences)}; seeds {per_seed}")
-    for figure in ("judge_loss", "calibrated_loss"):
-        shares = [share_of_way(models, figure) for models in results.values()]
-        print(f"of the way to the natural model, {figure}: {interval(shares)}")
 
 
 if __name__ == "__main__":
