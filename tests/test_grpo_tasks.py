@@ -142,40 +142,25 @@ def test_a_step_makes_no_further_update_when_the_policy_has_moved_too_far(
     assert len(steps) == 3 and all(record["updates"] == 6 for record in steps)
 
 
-# Options, and the credit with a likelihood head.
-CREDITS = """
- => exact
---group_size 1 --prefixes natural => exact
---reward_function mine.py:score --epsilon 0.1 => exact
---reward natural => sequence
---credit token --epsilon 0.1 => token
+# Options and the head of the reward model; the credit, and how many completions a prompt has.
+RESOLVED = """
+--group_size None => likelihood exact 1
+--group_size 1 --prefixes natural => likelihood exact 1
+--reward_function mine.py:score --epsilon 0.1 => likelihood exact 8
+--reward natural => likelihood sequence 8
+--credit token --epsilon 0.1 => likelihood token 8
+--credit token --group_size 2 => likelihood token 2
+--group_size None => last sequence 8
+--reward_model_path None --reward_function mine.py:score => none sequence 8
 """
 
 
-@pytest.mark.parametrize("line", CREDITS.strip("\n").splitlines())
+@pytest.mark.parametrize("line", RESOLVED.strip().splitlines())
 def test_auto_is_the_credit_of_least_variance(line):
-    options, credit = line.split(" => ")
-    options = ["--reward_model_path", "reward.pt", *options.split()]
-    settings = parse_sections({"train_grpo": GRPOSettings}, "train_grpo", options, {})["train_grpo"]
-    assert settings.resolved(is_ratio=True).credit == credit
-
-
-def test_without_a_likelihood_head_auto_is_of_sequences():
-    last = GRPOSettings(reward_model_path="reward.pt").resolved(is_ratio=False)
-    functions = GRPOSettings(reward_function=("mine.py:score",)).resolved(is_ratio=False)
-    assert last.credit == functions.credit == "sequence"
-    assert last.group_size == functions.group_size == 8
-
-
-@pytest.mark.parametrize(
-    ("options", "group_size"),
-    [
-        ({}, 1),
-        ({"credit": "token"}, 8),
-        ({"credit": "token", "group_size": 2}, 2),
-        ({"reward_function": ("mine.py:score",)}, 8),
-    ],
-)
-def test_completions_are_several_where_they_are_compared(options, group_size):
-    settings = GRPOSettings(reward_model_path="reward.pt", **options)
-    assert settings.resolved(is_ratio=True).group_size == group_size
+    """Completions are several where they are compared."""
+    options, _, expected = line.partition(" => ")
+    head, credit, group_size = expected.split()
+    words = ["--reward_model_path", "reward.pt", *options.split()]
+    settings = parse_sections({"train_grpo": GRPOSettings}, "train_grpo", words, {})["train_grpo"]
+    found = settings.resolved(is_ratio=head == "likelihood")
+    assert (found.credit, found.group_size) == (credit, int(group_size))

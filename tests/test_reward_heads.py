@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from common.process import UserError
 from losses import MAX_LOG_RATIO
 from model import GPT, GPTConfig
-from reward.heads import LastRewardModel, LikelihoodRewardModel, build_reward_model
+from reward.heads import LikelihoodRewardModel, build_reward_model
 from training.checkpoint import check_fit, load_checkpoint, save_checkpoint
 
 N, V = 12, 5
@@ -97,21 +97,6 @@ def test_models_of_other_tokens_are_refused():
     with pytest.raises(UserError, match="is 5 in ours and 4 in theirs"):
         sides = [{"config": config, "tokenization": None} for config in (CONFIG, other)]
         check_fit(*sides, "ours", "theirs")
-
-
-def test_a_last_head_has_the_same_interface():
-    """`output` agrees with `forward`, and the loss has a gradient."""
-    config = dataclasses.replace(CONFIG, mode="reward", reward_head_type="last")
-    model = LastRewardModel(config)
-    assert model.config == config and not model.is_ratio
-    idx = some_text(6)
-    targets = torch.tensor([[k / N, 1 - k / N] for k in (1, 3, 5, 6, 8, 11)])
-    probabilities, loss = model(idx, targets)
-    output = model.output(idx)
-    torch.testing.assert_close(model.share(output), probabilities[:, 0])
-    torch.testing.assert_close(model.loss(output, targets), loss)
-    model.loss(output, targets).backward()
-    assert model.reward_head[0].weight.grad.any()
 
 
 @pytest.mark.parametrize(
