@@ -97,17 +97,11 @@ def hostile(tmp_path, generator):
 
 
 @pytest.mark.parametrize("script", MODEL_OPTION)
-def test_bad_checkpoints(script, good, tmp_path, hostile, generator, reward_model):
-    """Hostile, cut short, not finite, of the wrong kind, missing: one line, and no folder."""
+def test_bad_checkpoints(script, good, tmp_path, hostile, reward_model):
+    """Hostile, of the wrong kind, missing: one line, and no folder."""
     name = MODEL_OPTION[script]
     options = {**good[script], name: hostile}
     assert "nothing was executed" in refuse_in_one_line(script, **options)
-    hostile.write_bytes(generator.read_bytes()[:-200])
-    assert f"{hostile} cannot be read" in refuse_in_one_line(script, **options)
-    contents = torch.load(generator, weights_only=True)
-    contents["model"]["transformer.ln_f.weight"][3] = float("nan")
-    torch.save(contents, hostile)
-    assert "not a tensor of finite floats" in refuse_in_one_line(script, **options)
     shutil.copy(reward_model, hostile)
     assert f"{hostile} holds a reward model" in refuse_in_one_line(script, **options)
     hostile.unlink()
@@ -149,12 +143,6 @@ def test_the_error_of_a_missing_corpus_has_its_whole_path(script, good, tmp_path
     assert f"{tmp_path}/data/shakespeare_char" in message and "prepare_text.py" in message
 
 
-def test_a_folder_is_no_text(predictive_reward_model, tmp_path):
-    options = {"text": tmp_path, "reward_model_path": predictive_reward_model, "device": "cpu"}
-    line = refuse_in_one_line("evaluate", **options)
-    assert line == f"ERROR: {tmp_path} is a folder: pass one text file"
-
-
 def test_reward_data_are_checked_before_training(good, tmp_path, reward_data):
     """test_reward_dataset_loader.py has all that can be wrong with them."""
     path = shutil.copytree(reward_data, tmp_path / "bad") / "val_y.bin"
@@ -182,7 +170,7 @@ def test_learning_that_diverges(good, tmp_path):
     ("script", "module", "name", "calls"),
     [
         ("train", train, "get_batch", 3),
-        ("prepare_reward_data", prepare_reward_data, "crossovers_and_uniforms", 1),
+        ("prepare_reward_data", prepare_reward_data, "save_reward_dataset", 2),
         ("train_reward_model", train_reward_model, "take_step", 2),
         ("train_grpo", train_grpo, "sample", 1),
     ],

@@ -249,6 +249,7 @@ REFUSED = """
 --reward_model_path last.pt => the head of last.pt has no output per token
 --samples 5 => samples is ignored with text
 --output_path ./mixed.txt => the page would overwrite mixed.txt
+--text . => . is a folder: pass one text file
 --text one.txt => has too few tokens (1)
 --text zhe.txt => lacks the characters '\\u0416'
 """

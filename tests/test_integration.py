@@ -11,21 +11,7 @@ import torch
 from helpers import TINY_GRPO, make_checkpoint, refuse_in_one_line, succeed
 
 from reward_dataset_loader import RewardDataset
-from tokenization_manager import TokenizationInfo, TokenizationManager
-from training.checkpoint import load_checkpoint
-
-
-def test_every_component_names_the_same_tokenization(corpus, generator, reward_data, reward_model):
-    tokenizer = TokenizationManager(data_path=corpus)
-    info = TokenizationInfo(tokenizer.method, tokenizer.vocab_size, tokenizer.meta_path)
-    assert info.method == "char"
-    for split in ("train", "val"):
-        assert RewardDataset(reward_data, split).get_tokenization_info() == info
-    for path in (generator, reward_model):
-        checkpoint = load_checkpoint(path)
-        recorded = TokenizationManager.from_record(checkpoint["tokenization"])
-        assert recorded == tokenizer
-        assert checkpoint["config"].vocab_size == info.vocab_size
+from tokenization_manager import TokenizationManager
 
 
 def test_a_mismatch_is_refused(tmp_path, corpus, generator, reward_data, reward_model):
