@@ -283,10 +283,3 @@ def test_impossible_configs_are_reported(changes, message):
         GPT(GPTConfig(**{**TINY, **changes}))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_gpt_config_is_read_at_torch_load_s_safe_default(tmp_path):
-    config = GPTConfig(**TINY, mode="reward")
-    torch.save(config, tmp_path / "config.pt")
-    assert torch.load(tmp_path / "config.pt") == config
-    assert model_module.GPTConfig in torch.serialization.get_safe_globals()

@@ -19,7 +19,6 @@ from helpers import (
     end_in_call,
     folder_bytes,
     press_ctrl_c,
-    refuse_in_one_line,
     succeed,
     terminate,
     untimed,
@@ -91,19 +90,8 @@ def test_any_interruptions_end_in_the_same_tensors(undisturbed, corpus, interrup
         assert_same_run(folder, undisturbed)
 
 
-def test_a_damaged_state_is_refused_and_a_damaged_model_is_written_again(
-    undisturbed, corpus, tmp_path
-):
+def test_a_damaged_model_is_written_again(undisturbed, corpus, tmp_path):
     folder = shutil.copytree(undisturbed, tmp_path / "copy")
     (folder / MODEL).write_bytes(b"")
     assert go_on(folder, corpus).status == 0
-    assert_same_run(folder, undisturbed)
-    whole = (folder / STATE).read_bytes()
-    (folder / STATE).write_bytes(whole[: len(whole) // 2])
-    before = folder_bytes(folder)
-    options = {**OPTIONS, "dataset": corpus, "out_dir": folder}
-    line = refuse_in_one_line("train", **options, init_from="resume")
-    assert STATE in line and "--overwrite True" in line
-    assert folder_bytes(folder) == before
-    succeed("train", **options, overwrite=True)
     assert_same_run(folder, undisturbed)

@@ -3,7 +3,6 @@
 pytest tests/test_training_optimizers.py
 """
 
-import copy
 import math
 
 import pytest
@@ -64,21 +63,6 @@ def test_the_first_adamw_step_by_hand():
     # of the weight.
     assert model.weight.item() == pytest.approx(2 * (1 - 0.05 * 0.5) - 0.05)
     assert model.weight.grad is None
-
-
-def test_a_state_is_read_back_and_settings_rule_over_it():
-    """test_training_run.py resumes a whole training to the same tensors."""
-    model = tiny_model()
-    optimizers = optim.make_optimizers(model, "muon")
-    train(model, optimizers, range(4))
-    other = optim.make_optimizers(model, "muon", learning_rate=1e-2, weight_decay=0.3)
-    other.load_state_dict(copy.deepcopy(optimizers.state_dict()))
-    other.set_learning_rate_factor(0.5)
-    group = other.optimizers[-1].param_groups[0]
-    assert (group["lr"], group["weight_decay"]) == (5e-3, 0.3)
-    assert other.optimizers[-1].state[group["params"][0]]["step"] == 4
-    with pytest.raises(ValueError, match="zip"):
-        other.load_state_dict(optim.make_optimizers(model).state_dict())
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (24, 8), (8, 24)])

@@ -192,4 +192,5 @@ def test_a_damaged_state_is_refused_in_one_line(tmp_path, whole, corpus, damage)
         moments[0] = {name: moment[:1] for name, moment in moments[0].items()}
     torch.save(state, path)
     options = {**SETTINGS, "dataset": corpus, "out_dir": path.parent}
-    assert "ERROR: " in refuse_in_one_line("train", **options, init_from="resume")
+    line = refuse_in_one_line("train", **options, init_from="resume")
+    assert f"ERROR: {path} cannot be read" in line and "--overwrite True" in line
