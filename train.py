@@ -228,7 +228,8 @@ def run(settings: TrainSettings) -> dict[str, Any]:
     # the best model, evaluated on the whole validation split
     print0(f"Stopped at step {run.step} by {run.reason}")
     print0(f"Best select_loss: {best.value:.4f}, at step {best.at}")
-    best.restore(model)
+    with run.reading():  # in a resumed run the weights can be those of a damaged state
+        best.restore(model)
     val_loss = measure("val_loss", model)
     run.log(run.step, final=True, kept_step=best.at, **val_loss)
     figures = {**best.figures, **val_loss, "characters_per_token": corpus.characters_per_token}

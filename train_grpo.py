@@ -300,7 +300,8 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
         else:
             training.log(num_steps, quiet=True, **figures)
 
-    best.restore(policy)
+    with training.reading():  # in a resumed run the weights can be those of a damaged state
+        best.restore(policy)
     record = {
         "steps": training.step,
         "stop_reason": training.reason,

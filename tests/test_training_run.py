@@ -181,15 +181,18 @@ def test_what_a_reward_function_imports_from_its_folder_is_an_input(tmp_path):
     assert found == ["my.py", "beside.py", "words/letters.py", "second.py"]
 
 
-@pytest.mark.parametrize("damage", ["moments", "config"])
+@pytest.mark.parametrize("damage", ["moments", "config", "best"])
 def test_a_damaged_state_is_refused_in_one_line(tmp_path, whole, corpus, damage):
     path = shutil.copytree(whole.parent, tmp_path / "copy") / "model_checkpoint.resume"
     state = load_state(path)
+    parts = state["parts"]
     if damage == "config":
-        state["parts"]["config"].n_layer = 10**6
+        parts["config"].n_layer = 10**6
     else:
-        moments = state["parts"]["optimizers"]["moments"][0]
-        moments[0] = {name: moment[:1] for name, moment in moments[0].items()}
+        tensors = parts["best"]["weights"]
+        if damage == "moments":
+            tensors = parts["optimizers"]["moments"][0][0]
+        tensors.update({name: tensor[:1] for name, tensor in tensors.items()})
     torch.save(state, path)
     options = {**SETTINGS, "dataset": corpus, "out_dir": path.parent}
     line = refuse_in_one_line("train", **options, init_from="resume")
