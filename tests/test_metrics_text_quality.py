@@ -94,10 +94,12 @@ def test_the_temperature_is_that_of_natural_diversity(share, is_reached):
         for name in ("judge_loss", "unknown_words"):
             rises = np.gradient([point[name] for point in found["sweep"]], TEMPERATURES)
             slopes.append(np.interp(found["temperature"], TEMPERATURES, rises))
-        error = found["judge_loss_error"] * slopes[1] / slopes[0]
-        samples = measure.write(measure.report, Writer(tokenizer), found["temperature"])
         assert (found["unknown_words_low"], found["unknown_words_high"]) == pytest.approx(
-            confidence_interval(samples.counts, share_of_unknown, error)
+            confidence_interval(
+                measure.write(measure.report, Writer(tokenizer), found["temperature"]).counts,
+                share_of_unknown,
+                error=found["judge_loss_error"] * slopes[1] / slopes[0],
+            )
         )
         assert found["temperature"] == pytest.approx(2 * share, abs=0.15)
         assert found["distinct_pairs"] == pytest.approx(
