@@ -1,6 +1,6 @@
 """Measure how well a reward model predicts: R2 with its interval, and MAE.
 
-python -c "from metrics.reward_skill import *; print(r_squared(torch.tensor([[1, 0.5, 0.3, 0.01]])))"
+python -c "from metrics.reward_skill import *; print(r_squared(torch.tensor([[1, 0.5, 0.3, 0.1]])))"
 
 Pure functions of predictions and labels, for n sequences of N tokens. A prediction is P(natural), a
 target the true K/N. Sequences made of one natural block share its text; therefore the units of
