@@ -115,28 +115,14 @@ def reward_data(once, corpus, generator) -> Path:
 @pytest.fixture(scope="session")
 def reward_model(once, generator, reward_data) -> Path:
     """A reward model of the generator."""
-    options = {"base_model_path": generator, "data_dir": reward_data, **TINY_REWARD}
-    made = once(
-        "last",
-        lambda out: succeed("train_reward_model", output_path=out / "reward_model.pt", **options),
-    )
-    return made / "reward_model.pt"
+    return train_reward(once, "last", generator, data_dir=reward_data, **TINY_REWARD)
 
 
 @pytest.fixture(scope="session")
 def predictive_reward_model(once, generator, reward_data, knowing) -> Path:
     """A reward model of the generator that predicts: a likelihood head on the knowing trunk."""
-    options = {
-        "base_model_path": generator,
-        "data_dir": reward_data,
-        "natural_model_path": knowing,
-        "device": "cpu",
-    }
-    made = once(
-        "predictive",
-        lambda out: succeed("train_reward_model", output_path=out / "reward_model.pt", **options),
-    )
-    return made / "reward_model.pt"
+    options = {"data_dir": reward_data, "natural_model_path": knowing, "device": "cpu"}
+    return train_reward(once, "predictive", generator, **options)
 
 
 @pytest.fixture(scope="session")
@@ -197,6 +183,16 @@ def commands(corpus, generator, reward_data, reward_model) -> Callable[[Path], d
 def train(folder: Path, corpus: Path, **more: Any) -> None:
     """Run train.py on the corpus."""
     succeed("train", dataset=corpus, out_dir=folder, **{**TINY_TRAIN, **more})
+
+
+def train_reward(once: Callable[..., Path], name: str, generator: Path, **options: Any) -> Path:
+    """Run train_reward_model.py on the generator, in a folder of that name."""
+    options["base_model_path"] = generator
+    made = once(
+        name,
+        lambda out: succeed("train_reward_model", output_path=out / "reward_model.pt", **options),
+    )
+    return made / "reward_model.pt"
 
 
 @pytest.fixture(scope="session")

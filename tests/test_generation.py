@@ -182,15 +182,6 @@ def test_cached_equals_uncached_for_mixed_crossovers_and_odd_sizes(
     assert_same_completions(result, complete_without_cache(model, *arguments))
 
 
-@pytest.mark.parametrize("length", [1, N])
-def test_a_whole_natural_block_stays_as_it_is(length):
-    natural = blocks(2, length)
-    prefixes = torch.full((2, 3), length)
-    result = complete(tiny_model(), natural, prefixes, draws(2, 3, length), Sampling())
-    assert torch.equal(result.ids, natural[:, None].expand(2, 3, length))
-    assert (result.model_log_probs == 0).all()
-
-
 def test_rows_of_a_cache_keep_their_prefixes_and_read_nothing_else():
     """The memory holds NaN where nothing was written."""
     model, natural = tiny_model(), blocks(3)

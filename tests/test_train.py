@@ -121,8 +121,6 @@ def test_starts_that_do_not_go_with_the_data(options, tmp_path, corpus, generato
     message = refuse("train", **{**options, "dataset": swapped})
     assert "another train/validation split" in message
     assert not options["out_dir"].exists()
-    line = refuse_in_one_line("train", **{**options, "init_from": "resume"})
-    assert "nothing to resume: " in line
 
 
 def test_eval_only_evaluates_the_checkpoint_that_is_named(options, generator):
@@ -204,9 +202,6 @@ max_iters = 1
 learning_rate = 3e-5
 decay_lr = False
 """
-NANOGPT_EVALUATE = (
-    "batch_size = 8\neval_iters = 500 # a good estimate\neval_only = True\nwandb_log = False\n"
-)
 
 
 @pytest.fixture
@@ -242,11 +237,7 @@ def test_a_settings_file_of_nanogpt_trains(monkeypatch, nanogpt, tmp_path):
     nanogpt(NANOGPT_TRAIN, init_from="resume")
 
 
-def test_settings_files_of_nanogpt_evaluate_and_finetune(nanogpt, tmp_path, generator):
-    out = nanogpt(NANOGPT_EVALUATE, init_from=generator, eval_iters=20)
-    assert "--eval_iters: no effect: " in out
-    assert f"val_loss {load_checkpoint(generator)['training']['val_loss']:.4g}" in out
-    assert not (tmp_path / "out").exists()
+def test_a_settings_file_of_nanogpt_finetunes(nanogpt, tmp_path, generator):
     nanogpt(NANOGPT_TUNE, init_from=generator)
     assert records_of(tmp_path / "out", "learning_rate") == [3e-5]
 

@@ -1,9 +1,7 @@
-"""training/optimizers.py: a step, Muon, the best weights, early stopping.
+"""training/optimizers.py: a step, Muon, early stopping.
 
 pytest tests/test_training_optimizers.py
 """
-
-import math
 
 import pytest
 import torch
@@ -138,18 +136,3 @@ def test_early_stopping_by_hand():
     assert resumed.reason()
     resumed.patience = None
     assert not resumed.reason()
-
-
-def test_the_best_weights_come_back():
-    """test_grpo_evaluation.py has values, of equals the first."""
-    model = tiny_model()
-    best = optim.Best()
-    best.update(2.0, 1, model.state_dict().items(), {"step": 1})
-    for weight in model.parameters():
-        weight.data += 1
-    best.update(math.nan, 3, model.state_dict().items(), {"step": 3})
-    resumed = optim.Best()
-    resumed.load_state_dict(best.state_dict())
-    resumed.restore(model)
-    assert (resumed.value, resumed.at, resumed.figures) == (2.0, 1, {"step": 1})
-    assert_same_weights(model.state_dict(), tiny_model().state_dict())
