@@ -24,7 +24,7 @@ import torch
 
 from common.device import select_device
 from common.files import dataset_folder, lock_output
-from common.log import print0
+from common.log import print0, read_records
 from common.process import require, run_main, warn
 from common.settings import (
     Errors,
@@ -123,7 +123,6 @@ def run_stages(plan: Sequence[Stage], ledger: Ledger, settings: CycleSettings) -
         try:
             make(stage, ledger, settings.device)
             ledger.about["finished"].append(stage.name)
-            ledger.write()
         except Exception:
             warn(f"{stage.name} failed: fix the cause and run the same command again")
             ledger.about["outcome"] = f"failed in {stage.name}"
@@ -132,7 +131,6 @@ def run_stages(plan: Sequence[Stage], ledger: Ledger, settings: CycleSettings) -
             raise
         if stage.kind == "evaluation" and not ledger.finished("policy")[-1]["figures"]:
             break
-    ledger.about["planned"] = ledger.about["finished"]
     ledger.about["outcome"] = "finished"
     ledger.write()
 
@@ -152,21 +150,29 @@ def make(stage: Stage, ledger: Ledger, device: str) -> None:
     num_planned = len(ledger.about["planned"])
     print0(f"\n##### {number} of {num_planned}, {stage.name}: {stage.section}")
     state = stage.artefact.with_suffix(".resume")
+    seconds = 0.0  # of earlier processes
     if difference:
         print0(f"{stage.name} is made again: {difference}")
         state.unlink(missing_ok=True)
+    elif "figures" not in record:
+        seconds = record.get("seconds", 0.0)
     changes: dict[str, Any] = {"device": device}
     if state.is_file():
         changes["init_from"] = "resume"
+        # A process that was killed has recorded its seconds only in its log.
+        logged = [step["seconds"] for step in read_records(state.with_suffix(".jsonl"))]
+        seconds = max([seconds, *logged])
     elif stage.name in ledger.records and hasattr(stage.settings, "overwrite"):
         changes["overwrite"] = True
     record = {"name": stage.name, "kind": stage.kind, "cycle": stage.cycle, "settings": identity}
     ledger.records[stage.name] = record
     ledger.write()
-    began = time.monotonic()
-    figures = stage.run(**changes)
-    seconds = round(time.monotonic() - began, 1)
-    ledger.records[stage.name] = {**record, "seconds": seconds, "figures": figures}
+    began = time.monotonic() - seconds
+    try:
+        record["figures"] = stage.run(**changes)
+    finally:
+        record["seconds"] = round(time.monotonic() - began, 1)
+        ledger.write()
     # The next stage finds what a new process would: free memory, reward functions not executed.
     execute_file.cache_clear()
     gc.collect()
@@ -290,7 +296,7 @@ def main() -> None:
             "dataset": titles_of(own, settings.dataset),
             "natural_dataset": titles_of(natural, settings.natural_dataset),
         },
-        "planned": [stage.name for stage in plan],
+        "planned": {stage.name: stage.needs for stage in plan},
         "finished": [],
         "outcome": "unfinished",
     }

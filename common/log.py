@@ -86,7 +86,8 @@ class RunLog:
     """Writes the records of a run, on rank 0.
 
     The first record replaces an earlier run's, except those up to step `kept` of a resumed run
-    (-1: none). A `tracker` also gets the numbers among the metrics of each step.
+    (-1: none); `seconds` go on from theirs. A `tracker` also gets the numbers among the metrics of
+    each step.
     """
 
     def __init__(self, path: str | Path, kept: int = -1) -> None:
@@ -106,10 +107,13 @@ class RunLog:
             return
         if not self.is_open:
             kept = []
+            spent = 0.0
             if self.kept >= 0:
                 for earlier in read_records(self.path):
                     if earlier["step"] <= self.kept and not earlier.get("final"):
                         kept.append(json.dumps(earlier) + "\n")
+                        spent = earlier["seconds"]
+            self.start -= spent
             write_text(self.path, "".join(kept))
             self.is_open = True
         seconds = round(time.monotonic() - self.start, 3)

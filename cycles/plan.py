@@ -52,7 +52,10 @@ NOT_COMPARED = (
 
 @dataclass(frozen=True)
 class Stage:
-    """A script and its settings: those of a section, some of which the plan sets."""
+    """A script and its settings: those of a section, some of which the plan sets.
+
+    needs: the names of all stages without which it cannot be made.
+    """
 
     kind: str
     cycle: int
@@ -60,6 +63,7 @@ class Stage:
     artefact: Path
     script: ModuleType
     settings: Any
+    needs: list[str]
 
     @property
     def name(self) -> str:
@@ -129,7 +133,11 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
             draw = random_stream(sections[section].seed, "cycle", cycle)
             options["seed"] = int(draw.integers(2**31))
         changed = replace(sections[section], **options)
-        stages.append(Stage(kind, cycle, section, Path(output), script, changed))
+        needs: set[str] = set()
+        for stage in stages:
+            if str(stage.artefact) in vars(changed).values():
+                needs.update([stage.name, *stage.needs])
+        stages.append(Stage(kind, cycle, section, Path(output), script, changed, sorted(needs)))
         return output
 
     # the generator, and a model of natural text

@@ -24,11 +24,9 @@ KINDS = {  # of models, by the kind of the stage that makes them
     "control_sampled": "GRPO, sampled tokens",
     "control_distil": "off-policy distillation",
 }
-# The kinds of stages that learn from a reward model, and those that these need.
-LEARNING_KINDS = ("policy", "control_sampled", "control_distil")
-NEEDED_KINDS = ("natural_model", "reward_data", "reward_model", "policy")
 # The losses that are compared, and the losses of the blocks of text, or of the samples.
 PAIRED = {"calibrated_loss": "blocks", "judge_loss": "judge_by_sample"}
+DIGITS = 3  # of printed differences
 BETTER = "better"
 WORSE = "worse"
 NO_DIFFERENCE = "no difference shown"
@@ -38,9 +36,9 @@ NO_DIFFERENCE = "no difference shown"
 class Model:
     """What a run knows of a model.
 
-    cycle: the cycle whose policy it is compared with. seconds: of its training; None if that is not
-    finished, or not part of the run. figures: see `page_figures`; {} if it is not measured.
-    differences: policy - model, for each loss in PAIRED that both have.
+    cycle: the cycle whose policy it is compared with. seconds: of its training and of all stages
+    that this needs; None if it is not part of the run. figures: see `page_figures`; {} if it is not
+    measured. differences: policy - model, for each loss in PAIRED that both have.
     """
 
     kind: str
@@ -51,13 +49,16 @@ class Model:
     differences: Record
 
     def verdict(self, name: str) -> str:
-        """Return what the difference of a loss shows of the policy, or "" without an interval."""
+        """Return what the difference of a loss, as it is printed, shows of the policy.
+
+        Return "" without an interval.
+        """
         low = self.differences.get(f"{name}_low")
         if low is None:
             return ""
-        if self.differences[f"{name}_high"] < 0:
+        if round(self.differences[f"{name}_high"], DIGITS) < 0:
             return BETTER
-        if low > 0:
+        if round(low, DIGITS) > 0:
             return WORSE
         return NO_DIFFERENCE
 
@@ -68,10 +69,10 @@ class Results:
     models: those that are trained, in the order of the plan. cycle: the last one whose policy is
     trained and evaluated, or 0. compared: the measured models of this cycle by their kinds,
     "generator", "policy" and others. natural: the figures of natural text, named as those of a
-    model. Both are empty if cycle is 0. task: the names of the reward functions, joined by +, or
-    "". is_copied: whether GRPO was skipped, so that the policy is a copy of the generator.
-    select_losses: of generator and natural model, those that this run has trained, in nats per
-    character of the select part.
+    model. Both are empty if cycle is 0. judge_text: see docs/reference.md; "" if not measured.
+    task: the names of the reward functions, joined by +, or "". is_copied: whether GRPO was
+    skipped, so that the policy is a copy of the generator. select_losses: of generator and natural
+    model, those that this run has trained, in nats per character of the select part.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -91,8 +92,10 @@ class Results:
         last = [model for model in self.models if model.figures and model.cycle == self.cycle]
         self.compared = {model.kind: model for model in last}
         self.natural: Record = {}
+        self.judge_text = ""
         if self.cycle:
             figures = self.compared["generator"].figures
+            self.judge_text = figures.get("judge_text", "")
             self.natural = {
                 **figures.get("natural", {}),
                 "fresh_reward": figures["natural_reward"],
@@ -120,7 +123,9 @@ def read_models(ledger: Ledger, last_cycle: int) -> list[Model]:
         differences = {}
         if kind != "policy":
             differences = subtract(figures.get((cycle, f"base_model_v{cycle + 1}"), {}), own)
-        models.append(Model(kind, label, cycle, seconds_of(ledger, stage), own, differences))
+        models.append(
+            Model(kind, label, cycle, seconds_of(ledger, stage["name"]), own, differences)
+        )
     return models
 
 
@@ -169,18 +174,9 @@ def subtract(policy: Record, model: Record) -> dict[str, Any]:
     return differences
 
 
-def seconds_of(ledger: Ledger, record: Record) -> float | None:
-    """Return the seconds of a finished stage, or None for the user's own natural model.
-
-    Those of a stage that learns from a reward model include the natural model, the stages that made
-    the reward model, and earlier cycles; the generator is not counted.
-    """
-    seconds: float | None = record.get("seconds")
-    if seconds is None or record["kind"] not in LEARNING_KINDS:
-        return seconds
-    for stage in ledger.finished():  # in the order of the plan
-        if stage["kind"] == "policy" and stage["cycle"] == record["cycle"]:
-            break
-        if stage["kind"] in NEEDED_KINDS:
-            seconds += stage["seconds"]
-    return seconds
+def seconds_of(ledger: Ledger, name: str) -> float | None:
+    """Return the seconds of a stage and of all that it needs, or None for the user's own model."""
+    if name not in ledger.records:
+        return None
+    needed = [name, *ledger.about["planned"][name]]
+    return sum(ledger.records[each]["seconds"] for each in needed)

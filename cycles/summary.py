@@ -152,7 +152,7 @@ def reason(results: Results) -> str:
         if kind in others and verdict in SHORTCOMINGS:
             reasons.append(
                 f"The policy's text is {SHORTCOMINGS[verdict]} {others[kind]}: the judge's loss "
-                f"differs by {format_figure(model.differences, 'judge_loss', '+.2f')}, and lower "
+                f"differs by {format_figure(model.differences, 'judge_loss', '+.3f')}, and lower "
                 "is better."
             )
     return " ".join(reasons)
