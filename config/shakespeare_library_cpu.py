@@ -73,7 +73,7 @@ train_grpo = dict(
 )
 
 # The controls, which the policy is compared with. First, the generator's recipe from new weights,
-# in the seconds of natural model, reward model and GRPO together.
+# in at least the seconds of generator, natural model, reward model and GRPO together.
 control_plain = dict(
     dataset="shakespeare_play",
     init_from="scratch",
@@ -87,13 +87,13 @@ control_plain = dict(
     learning_rate=5e-3,
     weight_decay=0.1,
     grad_clip=0.0,
-    max_iters=2000,
+    max_iters=2500,
     warmup_iters=3,
     lr_schedule="cooldown",
-    eval_interval=400,
+    eval_interval=500,
 )
 
-# Second, GRPO of sampled tokens in the seconds of the policy: groups of 8 completions.
+# Second, GRPO of sampled tokens, in no more seconds than the policy: groups of 8 completions.
 control_sampled = dict(
     dataset="shakespeare_play",
     prompts_per_step=16,
@@ -106,8 +106,8 @@ control_sampled = dict(
     eval_interval=50,
 )
 
-# Third, the natural model's distribution at prefixes of natural text (off-policy), in the seconds
-# of the policy.
+# Third, the natural model's distribution at prefixes of natural text (off-policy), in no more
+# seconds than the policy.
 control_distil = dict(
     dataset="shakespeare_play",
     credit="exact",

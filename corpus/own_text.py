@@ -127,9 +127,12 @@ def sizes_for(
         block_size = SHORT_BLOCK_SIZE
     # The generator memorises a short text soon.
     scale = min(2.0, max(0.5, num_tokens / DEFAULT_TOKENS))
-    max_iters = {"train": 600 * scale, "natural_model": 1300, "control_plain": 2700}
+    max_iters = {"train": 600 * scale, "natural_model": 1300}
+    # Plain training has the seconds of natural model, reward model and GRPO, and the generator's.
+    longer = 2700
     if not has_natural:
-        max_iters["control_plain"] = 6000
+        longer = 6000
+    max_iters["control_plain"] = longer + max_iters["train"]
     if longest is not None:
         block_size = min(block_size, longest)
         del max_iters["natural_model"]
