@@ -26,7 +26,7 @@ KINDS = {  # of models, by the kind of the stage that makes them
 }
 # The losses that are compared, and the losses of the blocks of text, or of the samples.
 PAIRED = {"calibrated_loss": "blocks", "judge_loss": "judge_by_sample"}
-DIGITS = 3  # of printed differences
+DIGITS = 3  # of differences
 BETTER = "better"
 WORSE = "worse"
 NO_DIFFERENCE = "no difference shown"
@@ -49,16 +49,13 @@ class Model:
     differences: Record
 
     def verdict(self, name: str) -> str:
-        """Return what the difference of a loss, as it is printed, shows of the policy.
-
-        Return "" without an interval.
-        """
+        """Return what the difference of a loss shows of the policy, or "" without an interval."""
         low = self.differences.get(f"{name}_low")
         if low is None:
             return ""
-        if round(self.differences[f"{name}_high"], DIGITS) < 0:
+        if self.differences[f"{name}_high"] < 0:
             return BETTER
-        if round(low, DIGITS) > 0:
+        if low > 0:
             return WORSE
         return NO_DIFFERENCE
 
@@ -160,7 +157,10 @@ def page_figures(record: Record) -> dict[str, Any]:
 
 
 def subtract(policy: Record, model: Record) -> dict[str, Any]:
-    """Return the differences of the losses that both models have of the same text, paired."""
+    """Return the differences of the losses that both models have of the same text, paired.
+
+    They are rounded, so that a verdict agrees with what is printed.
+    """
     differences: dict[str, Any] = {}
     for name, losses in PAIRED.items():
         if name not in policy or name not in model:
@@ -171,7 +171,8 @@ def subtract(policy: Record, model: Record) -> dict[str, Any]:
             error = math.hypot(policy["judge_loss_error"], model["judge_loss_error"])
         differences.update(mean_figures(name, paired, error))
         differences[name] = policy[name] - model[name]
-    return differences
+    found = {name: value for name, value in differences.items() if value is not None}
+    return {name: round(value, DIGITS) + 0.0 for name, value in found.items()}  # no -0.0
 
 
 def seconds_of(ledger: Ledger, name: str) -> float | None:

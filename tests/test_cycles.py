@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from tokenizers.decoders import ByteFallback
 
 from common.process import UserError
+from cycles import pictures
 from cycles.ledger import Ledger
 from cycles.page import make_page, write_page
 from cycles.passages import read_passages
@@ -56,6 +57,7 @@ def evaluated(
         "unknown_words": unknown,
         "unknown_words_low": unknown and unknown - 0.01,
         "unknown_words_high": unknown and unknown + 0.01,
+        "judge_text": "unread",
         "sweep": [{"distinct_pairs": pairs, "judge_loss": judge} for pairs in (0.8, 0.9)],
         "natural": {"distinct_pairs": 0.861, "judge_loss": 1.811, "unknown_words": 0.046},
     }
@@ -98,6 +100,8 @@ STAGES = {  # kind, cycle, figures
 }
 
 
+LEARNING = ["base_model_v1", "natural_model_v1", "reward_model_v1"]
+NEEDED = dict.fromkeys(("base_model_v2", "control_sampled_v2", "control_distil_v2"), LEARNING)
 RECORD = {  # of the log of train_grpo.py
     "step": 0,
     "fresh_reward": 0.5,
@@ -126,18 +130,23 @@ def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
         "settings": settings,
         "titles": {"dataset": ["Twelfth Night"], "natural_dataset": list("abcdefgh")},
         "task": [],
-        "planned": list(STAGES),
+        "planned": {},
         "finished": [],
         "outcome": "finished",
     }
-    for name, (kind, cycle, stage_figures) in STAGES.items():
-        # Stages that are not reached have the records of an earlier run.
-        figures = changes.get(name, stage_figures)
-        record = {"name": name, "kind": kind, "cycle": cycle, "settings": {}}
-        ledger.records[name] = {**record, "seconds": 5.0, "figures": figures or stage_figures}
-        if figures is not None:
-            ledger.about["finished"].append(name)
+    for name, (kind, cycle, figures) in STAGES.items():
+        add_stage(ledger, name, kind, cycle, changes.get(name, figures) or figures)
+        if changes.get(name, figures) is None:  # the record of an earlier run
+            ledger.about["finished"].remove(name)
     return ledger
+
+
+def add_stage(ledger: Ledger, name: str, kind: str, cycle: int, figures: dict) -> None:
+    """Add a finished stage."""
+    record = {"name": name, "kind": kind, "cycle": cycle, "settings": {}}
+    ledger.records[name] = {**record, "seconds": 5.0, "figures": figures}
+    ledger.about["planned"][name] = NEEDED.get(name, [])
+    ledger.about["finished"].append(name)
 
 
 def results_of(out: Path | str = "nowhere", **changes) -> Results:
@@ -182,7 +191,8 @@ def test_sentence_of_what_the_generator_learned_from():
     ledger = make_ledger()
     ledger.about["settings"]["natural_dataset"] = "data/plays"
     assert "Night was trained with another model of the same text:" in sentence(Results(ledger))
-    ledger.about["planned"].remove("natural_model_v1")
+    ledger.about["finished"].remove("natural_model_v1")
+    del ledger.about["planned"]["natural_model_v1"]
     assert "was trained with a reward model's scores:" in sentence(Results(ledger))
     ledger.about["settings"]["natural_model"] = "hub/SmolLM2-135M"
     assert "was trained with the model SmolLM2-135M:" in sentence(Results(ledger))
@@ -226,11 +236,6 @@ def test_figures_are_in_final_units():
     assert generator.differences["judge_loss"] == pytest.approx(1.942 - 2.493)
     assert list(results.compared) == [model.kind for model in results.models]
     assert results.natural["fresh_reward"] == 0.93
-    unlike = copy.deepcopy(MODELS)
-    unlike["base_model_v2"]["quality"]["is_reached"] = False
-    policy = results_of(evaluation_v2=unlike).compared["policy"].figures
-    assert policy["temperature"] == 1.5 - 0.606
-    assert "judge_loss" not in policy and "unknown_words" not in policy
 
 
 def test_a_natural_model_that_is_hardly_better_comes_first():
@@ -250,16 +255,16 @@ def test_a_policy_whose_text_is_not_better_has_a_reason(tmp_path):
     ledger = make_ledger(tmp_path, evaluation_v2=models, reward_model_v1=None)
     start = "The policy's text is not shown to be better than"
     chance = (
-        f"{start} the generator's: the judge's loss differs by -0.01 (-0.07 to +0.05), and lower "
-        f"is better. {start} plain training's: the judge's loss differs by +0.03 (-0.03 to +0.09), "
-        "and lower is better."
+        f"{start} the generator's: the judge's loss differs by -0.013 (-0.073 to +0.047), and "
+        f"lower is better. {start} plain training's: the judge's loss differs by +0.033 (-0.027 to "
+        "+0.093), and lower is better."
     )
     assert reason(Results(ledger)) == chance
     assert chance.replace("'", "&#39;") in make_page(ledger)
     controls = {**CONTROLS, "control_plain_v2": evaluated(1.9, 0.206, 1.92, 0.27)}
     worse = (
-        "The policy's text is worse than plain training's: the judge's loss differs by +0.04 "
-        "(+0.03 to +0.05), and lower is better."
+        "The policy's text is worse than plain training's: the judge's loss differs by +0.042 "
+        "(+0.035 to +0.049), and lower is better."
     )
     assert worse in headline(results_of(controls_v2=controls))
 
@@ -283,9 +288,7 @@ def test_a_task(tmp_path, reward, learned):
     changes = {"evaluation_v2": models, "controls_v2": controls, "reward_model_v1": None}
     ledger = make_ledger(tmp_path, **changes)
     ledger.about["task"] = ["my.py:short_lines", "my.py:no_e"]
-    copied = {**ledger.records["base_model_v2"], "name": "base_model_v3", "cycle": 2}
-    ledger.records["base_model_v3"] = {**copied, "figures": {}}
-    ledger.about["finished"].append("base_model_v3")
+    add_stage(ledger, "base_model_v3", "policy", 2, {})
     results = Results(ledger)
     assert headline(results) == [
         f"A model of Twelfth Night {learned} short_lines+no_e: task reward from 0.250 to "
@@ -309,13 +312,13 @@ def test_table():
         "no difference shown -0.008 (-0.035 to +0.019)",
         "15.1% (14.1% to 16.1%)",
         "1.796 (1.500 to 2.250)",
-        "better -0.027 (-0.054 to -0.000)",
+        "no difference shown -0.027 (-0.054 to +0.000)",  # the verdict is of the printed digits
         "0.580",
-        "15",
+        "20",
     ]
     assert rows["policy"][1] == "-"
     assert rows["off-policy distillation"][1].startswith("worse +0.057 (")
-    assert [row[-1] for row in rows.values()] == ["5", "5", "15", "5", "15", "15", "-"]
+    assert [row[-1] for row in rows.values()] == ["5", "5", "20", "5", "20", "20", "-"]
 
 
 def test_table_of_an_unfinished_run():
@@ -332,7 +335,7 @@ def test_table_of_an_unfinished_run():
     del models["natural_model_v1"]
     ledger = make_ledger(evaluation_v2=models)
     ledger.about["finished"].remove("natural_model_v1")
-    assert [row["seconds"] for row in comparison(Results(ledger))][:3] == ["5", "-", "10"]
+    assert [row["seconds"] for row in comparison(Results(ledger))][:3] == ["5", "-", "20"]
 
 
 def test_a_ledger_is_read_back(tmp_path):
@@ -373,6 +376,22 @@ def test_pictures(tmp_path):
     assert len(draw_pictures(results_of(tmp_path), tmp_path)) == 2
     assert draw_pictures(results_of(evaluation_v2=None, controls_v2=None), tmp_path) == []
     assert dict(matplotlib.rcParams) == before
+
+
+def test_every_model_of_two_cycles_has_a_colour(tmp_path, monkeypatch):
+    ledger = make_ledger(tmp_path)
+    ledger.about["settings"]["num_cycles"] = 2
+    add_stage(ledger, "base_model_v3", "policy", 2, {"steps": 1})
+    models = {**MODELS, "base_model_v3": MODELS["base_model_v2"]}
+    add_stage(ledger, "evaluation_v3", "evaluation", 2, models)
+    axes = Figure().subplots()
+    draw = pictures.draw_quality
+    monkeypatch.setattr(pictures, "draw_quality", lambda _, models: draw(axes, models * 2))
+    draw_pictures(Results(ledger), tmp_path)
+    curves = axes.lines[:8]
+    labels = {curve.get_label() for curve in curves}
+    assert labels == {"generator", "natural model", "policy, cycle 1", "policy, cycle 2"}
+    assert len({tuple(curve.get_color()) for curve in curves}) == 8
 
 
 def decode(ids: np.ndarray) -> str:
@@ -444,14 +463,14 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     # quality and diversity, P(natural) in steps of GRPO
     assert page.count("data:image/png;base64,") == 2
     assert not re.search(r"(src|href)=\"?http", page)
+    assert "; no model has read the judge's text. The judge reads" in page
+    for model in ledger.records["evaluation_v2"]["figures"].values():
+        model["quality"]["judge_text"] = "natural"
+    assert "; the natural model has read the judge's text. The judge reads" in make_page(ledger)
 
 
 def test_page_with_missing_parts(tmp_path, capsys):
-    """A warning if no page can be made, and a run without GRPO."""
+    """A warning if no page can be made."""
     write_page(make_ledger(tmp_path, evaluation_v2={"base_model_v2": {"loss": 2.0}}))
     assert "WARNING: the report is not written (KeyError" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
-    ledger = make_ledger(tmp_path, controls_v2=None, reward_model_v1=None)
-    ledger.records["base_model_v2"]["figures"] = {}
-    assert write_page(ledger) == tmp_path / "report.html"
-    assert "did not learn by GRPO" in (tmp_path / "report.html").read_text()
