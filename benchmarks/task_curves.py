@@ -22,7 +22,7 @@ from benchmarks.task_rewards import TASKS
 from common.files import read_json
 from common.log import print0
 from common.process import run_main
-from cycles.pictures import GREY, STYLE, colours
+from cycles.pictures import COLOURS, GREY, STYLE
 from cycles.results import BETTER, NO_DIFFERENCE, WORSE
 
 Record = dict[str, Any]  # of a model; benchmarks/tasks.py has its figures
@@ -97,7 +97,7 @@ def show_task(results: dict[str, Any], task: str, axes: Any) -> None:
     print0(f"| --- | --- |{' --- |' * (len(FIGURES) + 1)}")
     show_model([results["natural"]], task, "natural text", axes, "black")
     show_model(results["starts"], task, "start", axes, GREY)
-    for (family, label), colour in zip(LABELS.items(), colours(len(LABELS)), strict=True):
+    for (family, label), colour in zip(LABELS.items(), COLOURS, strict=False):
         members = select(results["policies"], task=task, family=family)
         means = []
         for weight in sorted({record["weight"] for record in members}):

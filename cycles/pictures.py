@@ -11,19 +11,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from common.log import read_records
 from cycles.ledger import Record
 from cycles.results import Model, Results
 
+# Okabe and Ito, "Color Universal Design" (2008): distinct for colour-blind readers too. A picture
+# has at most seven models.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 GREY = "#555555"
 CURVES = {  # of P(natural): label and colour
-    "reward": ("training prompts", "#0072b2"),
-    "fresh_reward": ("select part", "#d55e00"),
+    "reward": ("training prompts", COLOURS[0]),
+    "fresh_reward": ("select part", COLOURS[1]),
     "natural_reward": ("natural text", GREY),
 }
-STYLE = {"font.size": 8.5, "axes.grid": True, "grid.color": "#d8d8d8"}
+STYLE = {
+    "font.size": 8.5,
+    "axes.grid": True,
+    "axes.prop_cycle": f"cycler(color={COLOURS})",
+    "grid.color": "#d8d8d8",
+}
 
 
 def draw_pictures(results: Results, folder: Path) -> list[str]:
@@ -33,8 +39,8 @@ def draw_pictures(results: Results, folder: Path) -> list[str]:
     images = []
     measured = []
     for model in results.models:
-        is_compared = model.kind == "policy" or model.cycle == results.cycle
-        if is_compared and "sweep" in model.figures:
+        is_start = model.kind == "policy" and model.cycle == results.cycle - 1
+        if "sweep" in model.figures and (is_start or model.cycle == results.cycle):
             measured.append(model)
     with matplotlib.style.context(["default", STYLE]):  # ignores the user's matplotlibrc
         if measured:
@@ -60,11 +66,10 @@ def draw_quality(axes: Any, models: Sequence[Model]) -> None:
     """Plot the judge's loss against diversity, a curve over temperatures for each model (after
     Caccia et al. 2020, arXiv 1811.02549, figure 1).
     """
-    for model, colour in zip(models, colours(len(models)), strict=True):
+    for model in models:
         sweep = model.figures["sweep"]
         pairs = column(sweep, "distinct_pairs")
-        losses = column(sweep, "judge_loss")
-        axes.plot(pairs, losses, ".-", color=colour, label=model.label)
+        axes.plot(pairs, column(sweep, "judge_loss"), ".-", label=model.label)
     natural = models[0].figures["natural"]
     place = (natural["distinct_pairs"], natural["judge_loss"])
     axes.plot(*place, "*", color=GREY, markersize=12, label="natural text")
@@ -75,13 +80,6 @@ def draw_quality(axes: Any, models: Sequence[Model]) -> None:
         ylabel="judge's loss (lower: better)",
     )
     axes.figure.legend(loc="outside lower center", ncols=2)
-
-
-def colours(count: int) -> np.ndarray:
-    """Return colours (count, 4) in RGBA that colour-blind readers can tell apart too."""
-    from matplotlib import colormaps
-
-    return np.asarray(colormaps["viridis"](np.linspace(0, 0.9, count)))  # 1 is a light yellow
 
 
 def draw_progress(axes: Any, records: Sequence[Record]) -> None:

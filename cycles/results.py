@@ -169,10 +169,12 @@ def subtract(policy: Record, model: Record) -> dict[str, Any]:
         error = 0.0
         if name == "judge_loss":  # each model has the error of its own temperature
             error = math.hypot(policy["judge_loss_error"], model["judge_loss_error"])
-        differences.update(mean_figures(name, paired, error))
-        differences[name] = policy[name] - model[name]
-    found = {name: value for name, value in differences.items() if value is not None}
-    return {name: round(value, DIGITS) + 0.0 for name, value in found.items()}  # no -0.0
+        found = mean_figures(name, paired, error)
+        found[name] = policy[name] - model[name]
+        for part, value in found.items():
+            if value is not None:
+                differences[part] = round(value, DIGITS) + 0.0  # no -0.0
+    return differences
 
 
 def seconds_of(ledger: Ledger, name: str) -> float | None:
