@@ -193,6 +193,7 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
     )
     tokenizer = ckpt.choose_tokenizer(contents, None)
     text = scan_text(Path(text_path))
+    require(text.num_characters > 0, f"{text_path} is empty")
     # Part by part: a tokenizer takes hundreds of bytes for a character while it encodes.
     parts = encode_segments([text], [("text", text.num_characters)], tokenizer)
     ids = np.concatenate([tokens for _, tokens in parts])

@@ -250,6 +250,7 @@ REFUSED = """
 --samples 5 => samples is ignored with text
 --output_path ./mixed.txt => the page would overwrite mixed.txt
 --text . => . is a folder: pass one text file
+--text zero.txt => zero.txt is empty
 --text one.txt => has too few tokens (1)
 --text zhe.txt => lacks the characters '\\u0416'
 """
@@ -258,6 +259,7 @@ REFUSED = """
 @pytest.mark.parametrize("line", REFUSED.strip().splitlines())
 def test_a_text_that_cannot_be_read_is_refused(reading, reward_model, tmp_path, line):
     (tmp_path / "last.pt").symlink_to(reward_model)
+    (tmp_path / "zero.txt").touch()
     (tmp_path / "one.txt").write_text("a")
     (tmp_path / "zhe.txt").write_text("\u0416")
     options, said = line.split(" => ")
