@@ -172,8 +172,8 @@ class Measure:
 
         at_natural is of the temperature of natural diversity, at_1 of temperature 1.
         """
-        model = load_model(path, self.corpus, torch.device("cpu"))
-        _, losses = measure_losses(model, self.corpus, self.tokens, self.settings, path, {})
+        model = load_model(path, self.corpus, torch.device("cpu"), None)
+        losses = measure_losses(model, self.corpus, self.tokens, self.settings, {})
         completer = Completer(model, model.config.block_size)
         quality = self.quality.of_model(completer)
         record = {

@@ -1,13 +1,16 @@
-"""Tests of benchmarks/task_curves.py and task_rewards.py: formulas by hand.
+"""Tests of benchmarks/task_curves.py and task_rewards.py: formulas by hand. Tasks are measured.
 
 pytest tests/test_tasks.py
 """
+
+import shutil
 
 import numpy as np
 import pytest
 
 from benchmarks.task_curves import curve_difference, verdict
 from benchmarks.task_rewards import no_letter_e, short_lines
+from benchmarks.tasks import Measure
 
 
 def test_rewards_of_texts_with_and_without_letters_and_lines():
@@ -34,3 +37,15 @@ def test_curves_are_compared_where_both_have_rewards():
 )
 def test_the_interval_over_seeds_decides(differences, result):
     assert verdict(differences) == result
+
+
+def test_a_model_is_measured(tmp_path, corpus, generator, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("play", "library"):
+        folder = shutil.copytree(corpus, tmp_path / f"data/shakespeare_{name}")
+        shutil.copyfile(folder / "val.bin", folder / "test.bin")
+    measure = Measure(str(generator))
+    record = measure(str(generator))
+    natural = measure.of_natural_text()["at_natural"]
+    assert record["calibrated_loss"] > 0 and natural.keys() == record["at_1"].keys()
+    assert {"no_letter_e", "short_lines", "judge_loss"} < natural.keys()
