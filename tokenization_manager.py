@@ -344,9 +344,10 @@ def pieces(decode: Callable[[np.ndarray], str], ids: np.ndarray, ends: Iterable[
     start = 0
     for end in ends:
         # Some tokenizers decode one unfinished character as several U+FFFD, with those before it.
-        while end < len(ids) and decode(ids[:end]).endswith("\ufffd"):
+        text = decode(ids[:end])
+        while end < len(ids) and text.endswith("\ufffd"):
             end -= 1
-        stop = len(decode(ids[:end]))
-        texts.append(whole[start:stop])
-        start = stop
+            text = decode(ids[:end])
+        texts.append(whole[start : len(text)])
+        start = len(text)
     return texts

@@ -8,6 +8,7 @@ import html
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import matplotlib
 import numpy as np
@@ -415,6 +416,9 @@ def test_pieces_of_characters_of_several_tokens(decode):
     assert pieces(decode, ids, range(1, 9)) == expected
     assert pieces(decode, ids, [4, 8]) == ["a\u00e9", "\u20ac b"]
     assert pieces(decode, ids, [5, 8]) == ["a\u00e9", "\u20ac b"]
+    decoded = Mock(side_effect=decode)  # takes long for a long text
+    pieces(decoded, ids, [1, 8])
+    assert decoded.call_count == 3
     # A row that begins and ends within a character
     assert "".join(pieces(decode, ids[2:5], [1, 2, 3])) == decode(ids[2:5])
 
