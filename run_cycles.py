@@ -41,7 +41,7 @@ from cycles.ledger import Ledger
 from cycles.page import write_page
 from cycles.plan import Stage, make_plan
 from cycles.results import Results
-from cycles.summary import headline
+from cycles.summary import expectation, headline
 from evaluate import EvaluateSettings
 from reward.user_function import execute_file, load_functions
 from reward_data_config import RewardDataConfig
@@ -118,8 +118,12 @@ def run_stages(plan: Sequence[Stage], ledger: Ledger, settings: CycleSettings) -
     """
     patience = settings.perplexity_patience or settings.num_cycles
     for stage in plan:
-        if stage.kind == "reward_data" and has_converged(ledger, patience):
-            break
+        if stage.kind == "reward_data":
+            if has_converged(ledger, patience):
+                break
+            expected = expectation(Results(ledger))
+            if expected:
+                warn(expected)
         try:
             make(stage, ledger, settings.device)
             ledger.about["finished"].append(stage.name)
@@ -142,7 +146,9 @@ def make(stage: Stage, ledger: Ledger, device: str) -> None:
     """
     identity = stage.identity()
     record = ledger.records.get(stage.name, {"settings": identity})
-    difference = differing_settings(record["settings"], identity)
+    # Until 2026-11-26 the hashes of inputs were beside the settings.
+    before = {**record["settings"], **record.get("inputs", {})}
+    difference = differing_settings(before, identity)
     if "figures" in record and not difference and stage.artefact.exists():
         return
     write_page(ledger)
@@ -180,10 +186,12 @@ def make(stage: Stage, ledger: Ledger, device: str) -> None:
 
 
 def has_converged(ledger: Ledger, patience: int) -> bool:
-    """Return whether the last `patience` cycles did not lower the loss on the select part."""
-    last = [policy["figures"] for policy in ledger.finished("policy")[-patience:]]
-    not_lower = [figures["select_loss"] >= figures["start_select_loss"] for figures in last]
-    return len(last) == patience and all(not_lower)
+    """Return whether none of the last `patience` policies has a lower loss on the select part than
+    all models before them, the generator included.
+    """
+    models = [*ledger.finished("base"), *ledger.finished("policy")]
+    losses = [model["figures"]["select_loss"] for model in models]
+    return len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -244,7 +252,7 @@ def default_folder(sources: Sequence[str]) -> str:
     sources.
     """
     folder = Path("out", Path(sources[0]).stem)
-    earlier = Ledger(folder).about.get("sources", sources)
+    earlier = list(map(os.path.abspath, Ledger(folder).about.get("sources", sources)))
     require(
         earlier == sources,
         f"{folder} holds a run of {', '.join(earlier)}, and this one is of "

@@ -78,24 +78,24 @@ def write_config(folder: Path, text: str = CONFIG + CONTROLS) -> Path:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, corpus):
-    """One cycle without interruption: the settings file, the folder, and what was printed."""
+    """One cycle without interruption: the settings file, the folder, stdout and stderr."""
     folder = tmp_path_factory.mktemp("cycles")
     config = write_config(folder)
     finished = loop(config, corpus, folder / "out")
     assert finished.status == 0, finished.err
-    return config, folder / "out", finished.out
+    return config, folder / "out", finished.out, finished.err
 
 
 @pytest.fixture
 def copy(tmp_path, unbroken):
     """A copy of that run: its settings file and its folder."""
-    config, out, _ = unbroken
+    config, out, _, _ = unbroken
     shutil.copytree(out, tmp_path / "out", copy_function=shutil.copy2)
     return Path(shutil.copy(config, tmp_path / "tiny.py")), tmp_path / "out"
 
 
 def test_artefacts_and_ledger(unbroken, corpus):
-    _, out, printed = unbroken
+    _, out, printed, errors = unbroken
     contents = read_json(out / "cycles.json")
     records = {record["name"]: record for record in contents["stages"]}
     assert list(records) == list(contents["about"]["planned"]) == NAMES
@@ -120,11 +120,13 @@ def test_artefacts_and_ledger(unbroken, corpus):
     assert f"-> {found['base_model_v2']['fresh_reward']:.2f}" in lines[2]
     assert lines[4:] == [f"Ledger: {out}/cycles.json", f"Page: {out}/report.html"]
     assert "##### 10 of 10, controls_v2: evaluate" in printed
+    before_cycle, _, _ = errors.partition("\n")
+    assert before_cycle == f"WARNING: {lines[0]}"
 
 
 def test_a_stage_ends_in_the_tensors_of_its_script_alone(unbroken, corpus, tmp_path):
     """Stages run in one process, and none leaves anything to the next."""
-    config, out, _ = unbroken
+    config, out, _, _ = unbroken
     paths = {
         "base_model_path": out / "base_model_v1.pt",
         "reward_model_path": out / "reward_model_v1.pt",
@@ -135,8 +137,12 @@ def test_a_stage_ends_in_the_tensors_of_its_script_alone(unbroken, corpus, tmp_p
 
 
 def test_a_second_command_has_nothing_to_do(copy, corpus, tmp_path, made, monkeypatch):
-    """Nor on another device or in another folder."""
+    """Nor on another device, in another folder, or with the records of earlier versions."""
     config, out = copy
+    ledger = Ledger(out)
+    policy = ledger.records["base_model_v2"]
+    policy["inputs"] = {"dataset": policy["settings"].pop("dataset")}
+    ledger.write()
     before = read_json(out / "cycles.json")["stages"]
     monkeypatch.chdir(tmp_path)
     finished = loop(config, corpus, out.rename("moved"), device="auto")
@@ -324,12 +330,14 @@ def test_the_natural_model(tmp_path):
 
 
 def test_the_loop_ends_after_cycles_that_did_not_lower_the_loss():
+    """Below all models before, the generator included: rising and falling is no progress."""
     ledger = Ledger(Path("nowhere"))
-    ledger.about = {"finished": list("abc")}
-    for name, loss in zip("abc", (1.9, 2.0, 2.1), strict=True):
-        figures = {"start_select_loss": 2.0, "select_loss": loss}
-        ledger.records[name] = {"kind": "policy", "figures": figures}
-    assert [n for n in (1, 2, 3, 4) if has_converged(ledger, n)] == [1, 2]
+    ledger.about = {"finished": list("abcd")}
+    for losses, ended in (((2.0, 1.9, 2.0, 1.95), [1, 2]), ((2.0, 2.1, 2.05, 2.01), [1, 2, 3])):
+        for name, loss in zip("abcd", losses, strict=True):
+            kind = "base" if name == "a" else "policy"
+            ledger.records[name] = {"kind": kind, "figures": {"select_loss": loss}}
+        assert [n for n in (1, 2, 3, 4) if has_converged(ledger, n)] == ended
 
 
 def test_all_faults_of_all_sections_are_reported_before_anything_is_made(tmp_path, corpus):
@@ -351,7 +359,7 @@ def test_a_folder_named_for_a_text_or_settings_file_is_for_that_one(tmp_path, mo
     """Another of the same name needs --out_dir; the same command goes on."""
     monkeypatch.chdir(tmp_path)
     ledger = Ledger(Path("out/input"))
-    ledger.about = {"sources": [f"{tmp_path}/x/input.txt"]}
+    ledger.about = {"sources": ["x/input.txt"]}  # earlier versions kept what was given
     ledger.write()
     assert run_cycles.default_folder([f"{tmp_path}/x/input.txt"]) == "out/input"
     line = refuse_in_one_line("run_cycles", text="y/input.txt")
