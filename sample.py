@@ -79,14 +79,17 @@ def choose_temperature(path: str) -> tuple[float, str]:
 
     The temperature of other weights, which were in the file before, does not count.
     """
+    reason = "the default; evaluate.py --samples finds a better one"
     saved = Path(path).with_suffix(".sampling.json")
     if saved.is_file():
+        sha256 = hash_model(path)
         with reading(saved, "delete it"):
             record = json.loads(saved.read_text(encoding="utf-8"))
-            if record.get("sha256") == hash_model(path):
+            if record.get("sha256") == sha256:
                 sampling = Sampling(float(record["temperature"]))
                 return sampling.temperature, f"as diverse as natural text, by {saved}"
-    return DEFAULT_TEMPERATURE, "the default; evaluate.py --samples finds a better one"
+        reason += f" ({saved} is ignored: it does not have the hash of these weights)"
+    return DEFAULT_TEMPERATURE, reason
 
 
 def main() -> None:

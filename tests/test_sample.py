@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import TINY_MODEL, call, make_checkpoint, refuse, refuse_in_one_line, succeed, weights
 
-from sample import SampleSettings
+from sample import SampleSettings, choose_temperature
 from training.checkpoint import build_model, hash_model, load_checkpoint, save_checkpoint
 
 
@@ -65,7 +65,14 @@ def test_the_temperature_is_that_of_the_checkpoint_or_the_default(tmp_path, gene
     contents = load_checkpoint(generator)
     save_checkpoint(path, build_model(contents), contents["tokenization"], None, {})
     # other weights have no temperature yet
-    assert call("sample", **options).err.startswith("temperature 0.80: the default; ")
+    ignored = rf"temperature 0.80: the default; .*--samples .*\({saved} is ignored: .* hash .*\n"
+    assert re.fullmatch(ignored, call("sample", **options).err)
+    saved.write_text('{"temperature": 1.25}')  # of an earlier version
+    assert re.fullmatch(ignored, call("sample", **options).err)
+    path.unlink()
+    (path / "vocab.json").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):  # and no error of the file of the temperature
+        choose_temperature(str(path))
 
 
 @pytest.mark.parametrize("form", ["seeds", "nanoGPT"])
