@@ -160,6 +160,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         if settings.part != "whole":
             part = validation_part(tokens, length, settings.part)
         figures = measure_losses(model, corpus, part, settings, baseline_losses)
+        check_finite({f"{name} of {path}": value for name, value in figures.items()})
         if path in settings.checkpoints:
             results[path] = figures
             if settings.samples is not None and corpus.tokenizer.method != "ids":
@@ -258,7 +259,6 @@ def measure_losses(
             name = name.replace("loss", "difference")
             figures.update(block_figures(name, change, corpus.interval_tokens))
     figures["perplexity"] = perplexity(figures["loss"])
-    check_finite(figures)
     num_tokens = len(losses["loss"])
     figures["tokens"] = num_tokens
     if corpus.tokenizer.method != "ids":  # these have no text

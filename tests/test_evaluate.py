@@ -170,6 +170,12 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(
     assert "unknown.pt does not record with which generator" in refuse_in_one_line(
         "evaluate", checkpoints=[same], **pair, **options
     )
+    diverged = torch.load(same)
+    for weight in diverged["model"].values():
+        weight.fill_(1e38)
+    torch.save(diverged, tmp_path / "diverged.pt")
+    said = refuse_in_one_line("evaluate", checkpoints=[same, tmp_path / "diverged.pt"], **options)
+    assert re.search(rf"loss of {tmp_path}/diverged.pt is \w+: the model has diverged", said)
     record = TokenizationManager.from_text("abc").to_record()
     strange = make_checkpoint(tmp_path / "strange.pt", 3, record)
     assert "char (vocab_size=3) with ids" in refuse_in_one_line(
