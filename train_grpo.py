@@ -140,8 +140,8 @@ class GRPOSettings(Settings):
         is_sampled = self.credit in ("token", "sequence")
         is_natural = self.prefixes == "natural"
         unused = (  # where it applies, the options without effect, why
-            (self.credit == "exact", ("reward", "beta"), "credit=exact"),
-            (self.is_exact_alone, ("epsilon",), "credit=exact and no reward_function"),
+            (self.credit == "exact", ("reward",), "credit=exact"),
+            (self.is_exact_alone, ("epsilon", "beta"), "credit=exact and no reward_function"),
             (is_sampled, ("prefixes",), f"credit={self.credit}"),
             (bool(self.reward_function), ("prefixes",), "a reward_function"),
             (not self.reward_model_path, ("reward",), "a reward_function and no reward model"),

@@ -124,13 +124,14 @@ def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(
 # Options, and what the error says.
 REFUSED = """
 --credit token --group_size 1 => group_size=1 leaves credit=token nothing to compare
---epsilon .1 => credit=exact and no reward_function
+--beta .1 => beta is ignored with credit=exact and no reward_function
 --credit exact --epsilon .1 => epsilon is ignored with credit=exact
 --credit token --prefixes natural => prefixes is ignored with credit=token
 --prefixes natural --reward_threshold .5 => reward_threshold is ignored with prefixes=natural
 --reward_function a.py:f --reward_threshold .5 => reward_threshold is ignored with prefixes=natural or a reward
 --prefixes natural --reward_function a.py:f => prefixes is ignored with a reward_function
 --reward_function a.py:f --function_weight nan => function_weight=nan: must be < 9223372036854775808
+--credit exact --reward_function a.py:f --beta .1 --group_size 1 => group_size=1 leaves credit=exact
 --reward_model_path None => reward_model_path is required
 --reward_model_path None --reward_function a.py:f --credit exact => reward_model_path is required
 --reward_model_path None --reward_function a.py:f --group_size 1 => group_size=1 leaves credit=auto
