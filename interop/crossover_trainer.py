@@ -24,7 +24,8 @@ from common.process import require
 from interop.crossover_reward import CausalModel, CrossoverReward, TwoModels, refuse_adapter
 from interop.exact_credit import check_logits, exact_terms
 
-# Plain sampling, the only one that the formulas score: values of GRPOConfig's fields.
+# Plain sampling, the only one that the formulas score: values of GRPOConfig's fields. top_k=None
+# is another: with it transformers samples from the 50 likeliest tokens.
 PLAIN_SAMPLING = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -75,6 +76,7 @@ class CrossoverTrainer(GRPOTrainer):
         )
         refuse_adapter(model)
         args = copy.copy(args or GRPOConfig("trl_model"))
+        args.generation_kwargs = args.generation_kwargs or None  # {} sets nothing
         for field, plain in PLAIN_SAMPLING.items():
             value = getattr(args, field)
             require(

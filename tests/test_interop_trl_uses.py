@@ -239,7 +239,7 @@ USES = """
 --bf16 True
 --max_steps -1 --num_train_epochs .5
 --shuffle_dataset False
---cache_implementation static
+--cache_implementation static --generation_kwargs {}
 --disable_dropout False
 --optim sgd --lr_scheduler_type cosine --weight_decay .1 --max_grad_norm 0
 --report_to tensorboard --logging_steps 2
