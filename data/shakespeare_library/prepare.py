@@ -3,7 +3,7 @@
     python data/shakespeare_library/prepare.py
 
 Out: train.bin, val.bin, test.bin, judge.bin (uint16) and tokenizer.json. No model reads judge.bin:
-it has eight works for the judge of generated text. No part has Twelfth Night and the short poems.
+it has eight works for the judge of generated text. No part has Twelfth Night or the short poems.
 """
 
 import sys
