@@ -136,8 +136,11 @@ def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
             raise
 
 
-def load_state(path: str | Path, way_out: str = "use another file") -> dict[str, Any]:
+def load_state(
+    path: str | Path, way_out: str = "use another file, or train the model first"
+) -> dict[str, Any]:
     """Return the dict of tensors and plain values in a file, on the CPU; nothing is executed."""
+    require(os.path.exists(path), f"Model file not found: {path}: {way_out}")
     # torch warns about old formats.
     with reading(path, way_out), warnings.catch_warnings(action="ignore"):
         try:

@@ -93,7 +93,7 @@ def test_a_start_is_cut_to_a_smaller_context_as_in_nanogpt(options, tmp_path, co
 
 # Options, and what the error says.
 REFUSED = r"""
---init_from scratchh => scratchh cannot be read
+--init_from scratchh => Model file not found: scratchh
 --n_layer 2 => n_layer=2: {generator} has n_layer=1
 --block_size 32 => block_size=32: {generator} has block_size=16
 --bias True => bias=True: {generator} has bias=False
@@ -129,7 +129,8 @@ def test_eval_only_evaluates_the_checkpoint_that_is_named(options, generator):
     assert not options["out_dir"].exists()
     own = {**options, "init_from": "scratch", "out_dir": generator.parent}
     assert f"val_loss {val_loss:.4g}" in succeed("train", **own, eval_only=True)
-    assert "No such file" in refuse("train", **{**options, "init_from": "scratch"}, eval_only=True)
+    message = refuse("train", **{**options, "init_from": "scratch"}, eval_only=True)
+    assert f"Model file not found: {options['out_dir']}" in message
 
 
 def test_the_evaluation_of_the_lowest_loss_is_kept(tmp_path, corpus, monkeypatch):

@@ -90,7 +90,7 @@ def test_a_second_command_replaces_nothing_without_overwrite(tmp_path):
 
 def test_only_the_run_that_wrote_a_state_reads_it(tmp_path):
     path = tmp_path / "model.pt"
-    with pytest.raises(UserError, match=r"model\.resume not found"):
+    with pytest.raises(UserError, match=r"not found: .*model\.resume: to start over"):
         begin(path, init_from="resume")
     finish(path)
     run, counts = begin(path, init_from="resume", device="mps", max_steps=9)

@@ -24,7 +24,7 @@ from training.checkpoint import hash_model
 RESUME_HINT = (
     "Continue with --init_from resume. If nothing was saved yet, run the same command again."
 )
-WAY_OUT = "delete it, or pass --overwrite True without --init_from resume, to start over"
+WAY_OUT = "to start over, pass --overwrite True without --init_from resume"
 INPUTS = (  # settings that name what a script reads
     "dataset",
     "train_bin",
@@ -131,10 +131,6 @@ class Run:
 
     def _read_state(self) -> None:
         """Read the state of the output's run; raise UserError if it is of another run."""
-        require(
-            self.state_path.is_file(),
-            f"nothing to resume: {self.state_path} not found; use --init_from scratch",
-        )
         state = load_state(self.state_path, WAY_OUT)
         with self.reading():
             self.step = int(state["step"])
