@@ -67,6 +67,8 @@ def find_texts(paths: Sequence[str | Path], others: Sequence[Text] = ()) -> list
     that is not text, and a text that is given twice or is one of `others`.
     """
     texts = {text.sha256: text for text in others}
+    # An empty word, as of an unset shell variable, would be the current folder.
+    require("" not in paths, "no text is given: pass text files, or folders that hold *.txt files")
     for path in map(Path, paths):
         files = texts_below(path) if path.is_dir() else [path]
         are_files = len(files) > 0 and all(file.is_file() for file in files)
