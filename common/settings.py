@@ -18,6 +18,7 @@ break a rule are reported together.
 import ast
 import difflib
 import operator
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -44,8 +45,8 @@ FILE_OPTIONS = {  # of every script, with their help
     "section": "its dict to read; None: the one named after the script",
 }
 FILE_RULE = (  # for a settings file
-    "write assignments `name = value`; a value is a literal, dict(...), str(time.time()), values "
-    "joined by + or numbers joined by *; nothing is executed"
+    "write assignments `name = value`, each name once; a value is a literal, dict(...), "
+    "str(time.time()), values joined by + or numbers joined by *; nothing is executed"
 )
 S = TypeVar("S", bound="Settings")
 Values = dict[str, Any]  # of a settings file, by name; a section is a dict
@@ -120,13 +121,12 @@ class Settings:
             for item in items:
                 if item is None:
                     continue
-                limits = dict(rules)
-                if isinstance(item, (int, float)):  # refuses infinity, and with NaN any comparison
-                    limits.setdefault("below", 2**63)
                 broken = []
                 for rule, (verb, holds) in RULES.items():
-                    if rule in limits and not holds(item, limits[rule]):
-                        broken.append(f"{verb} {limits[rule]}")
+                    if rule in rules and not holds(item, rules[rule]):
+                        broken.append(f"{verb} {rules[rule]}")
+                if isinstance(item, (int, float)) and not abs(item) < 2**63:  # also NaN
+                    broken.append("be finite and < 2**63")
                 errors.check(not broken, f"{name}={item}: must {' and '.join(broken)}")
                 if "model_file" in rules:
                     exists = errors.exists(item) or is_hub_name(item)
@@ -228,7 +228,9 @@ def words_of_file(
                 outside += option_words(prefixes[section] + name, value)
         elif name in classes:
             for option, item in value.items():
-                inside += option_words(f"{prefixes[name]}{option}", item)
+                # Only the script itself has an option for a name without effect, and notes it.
+                if name == script or option not in classes[name].without_effect:
+                    inside += option_words(f"{prefixes[name]}{option}", item)
         else:
             similar = difflib.get_close_matches(name, {*classes} - {*contents}, cutoff=0.8)
             error = f"the settings file has no section {' or '.join(similar)}, but {name}"
@@ -255,35 +257,40 @@ def option_names(words: list[str]) -> set[str]:
 # settings file
 
 
-def read_config(path: str | Path | None) -> Values:
+def read_config(path: str | Path | None, *above: str | Path) -> Values:
     """Return the values of a settings file, on top of those of its `base`, another file in the same
-    folder. Raise UserError if a line cannot be read.
+    folder. Raise UserError if a file is missing or a line cannot be read.
 
-    None: no file, no values.
+    path: None: no file, no values. above: the files that start from this one.
     """
-    contents: Values = {}
     if path is None:
-        return contents
+        return {}
+    require(os.path.exists(path), f"Settings file not found: {path}: correct --config or `base`")
+    require(path not in above, f"{path}: `base` leads in a circle: remove it from one file")
+    values: Values = {}
     text = read_text(path).replace("str(time.time())", repr(str(time.time())))
     with reading(path, FILE_RULE):
+        compile(text, path, "exec")  # only finds an argument given twice; nothing is executed
         for statement in ast.parse(text).body:
             match statement:
-                case ast.Assign([ast.Name("base")], ast.Constant(str(name))) if not contents:
-                    contents = read_config(Path(path).parent / name)
-                case ast.Assign([ast.Name(name)], node):
-                    value = _evaluate(node)
-                    if isinstance(value, dict):
-                        value = {**contents.get(name, {}), **value}
-                    contents[name] = value
+                case ast.Assign([ast.Name(name)], node) if name not in values:
+                    values[name] = _evaluate(node)
                 case ast.Import() | ast.Expr(ast.Constant()):
                     pass  # `import time`, for str(time.time()); a docstring
                 case _:
-                    raise ValueError(f"line {statement.lineno}")
+                    _evaluate(statement)  # raises the error that names it
+    if "base" not in values:
+        return values
+    contents = read_config(Path(path).parent / str(values.pop("base")), path, *above)
+    for name, value in values.items():
+        if isinstance(value, dict) and isinstance(contents.get(name), dict):
+            value = {**contents[name], **value}
+        contents[name] = value
     return contents
 
 
-def _evaluate(node: ast.expr) -> Any:
-    """Return the value of an expression that FILE_RULE allows; raise an error for any other."""
+def _evaluate(node: ast.expr | ast.stmt) -> Any:
+    """Return the value of an expression that FILE_RULE allows; raise an error for other code."""
     match node:
         case ast.Call(ast.Name("dict"), [], keywords):
             return {keyword.arg: _evaluate(keyword.value) for keyword in keywords}
@@ -292,4 +299,7 @@ def _evaluate(node: ast.expr) -> Any:
         case ast.BinOp(left, ast.Mult(), right):
             # The signs refuse a text, which could fill the memory if it were repeated.
             return +_evaluate(left) * +_evaluate(right)
-    return ast.literal_eval(node)
+    try:
+        return ast.literal_eval(node)
+    except ValueError:  # its message names an object in memory
+        raise ValueError(f"line {node.lineno}: {ast.unparse(node)}") from None
