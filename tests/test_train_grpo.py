@@ -130,7 +130,7 @@ REFUSED = """
 --prefixes natural --reward_threshold .5 => reward_threshold is ignored with prefixes=natural
 --reward_function a.py:f --reward_threshold .5 => reward_threshold is ignored with prefixes=natural or a reward
 --prefixes natural --reward_function a.py:f => prefixes is ignored with a reward_function
---reward_function a.py:f --function_weight nan => function_weight=nan: must be < 9223372036854775808
+--reward_function a.py:f --function_weight=-inf => function_weight=-inf: must be finite and < 2**63
 --credit exact --reward_function a.py:f --beta .1 --group_size 1 => group_size=1 leaves credit=exact
 --reward_model_path None => reward_model_path is required
 --reward_model_path None --reward_function a.py:f --credit exact => reward_model_path is required
