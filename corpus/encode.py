@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from common.files import atomic_path, read_json, read_pieces, text_file
+from common.files import atomic_path, read_json, read_pieces, read_text, text_file
 from common.process import require
 from tokenization_manager import TokenizationManager
 
@@ -271,14 +271,15 @@ def titles_of(texts: Sequence[Text], folder: str) -> list[str]:
 def prepare_corpus(folder: str) -> None:
     """Run the prepare.py in a corpus's folder if its token files are missing.
 
-    A corpus of works has a judge.bin; those of earlier versions lack it.
+    Those are train.bin, val.bin, and judge.bin if prepare.py names this part; a corpus of an
+    earlier version lacks it.
     """
+    script = Path(folder, "prepare.py")
     names = ["train.bin", "val.bin"]
-    if Path(folder, TITLES_FILE).is_file():
+    if script.is_file() and '"judge"' in read_text(script):
         names.append("judge.bin")
     if all(Path(folder, name).is_file() for name in names):
         return
-    script = Path(folder, "prepare.py")
     require(
         script.is_file(),
         f"{script.parent.absolute()} has no train.bin and val.bin, nor a prepare.py: choose "

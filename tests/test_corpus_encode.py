@@ -177,15 +177,15 @@ def test_titles_are_those_of_the_texts_or_of_the_corpus(tmp_path, write):
 
 
 def test_the_corpus_is_made_where_it_is_missing(tmp_path, monkeypatch):
-    """Its own prepare.py makes it, and again if it has works but no judge.bin; a mistyped name gets
-    no corpus.
+    """Its own prepare.py makes it, and again if it names a judge but there is no judge.bin; a
+    mistyped name gets no corpus.
     """
     script = tmp_path / "prepare.py"
     script.write_text("open('train.bin', 'x'), open('val.bin', 'x')")
     monkeypatch.chdir(tmp_path)
     encode.prepare_corpus(str(tmp_path))
     encode.prepare_corpus(str(tmp_path))
-    (tmp_path / "titles.json").touch()
+    script.write_text(script.read_text() + '  # "judge"')
     with pytest.raises(UserError, match=r"prepare\.py failed: fix the cause"):
         encode.prepare_corpus(str(tmp_path))
     (tmp_path / "judge.bin").touch()
