@@ -65,8 +65,9 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 def read_pieces(path: str | os.PathLike) -> Iterator[str]:
     """Yield the text of a UTF-8 file in pieces of CHUNK characters, without a byte-order mark.
 
-    Raise UserError if the file has another encoding or contains the character NUL.
+    Raise UserError if the file does not exist, has another encoding or contains the character NUL.
     """
+    require(os.path.exists(path), f"{path} does not exist: pass an existing text file")
     require(not os.path.isdir(path), f"{path} is a folder: pass one text file")
     try:
         with open(path, encoding="utf-8-sig") as file:

@@ -256,6 +256,7 @@ REFUSED = """
 --samples 5 => samples is ignored with text
 --output_path ./mixed.txt => the page would overwrite mixed.txt
 --text . => . is a folder: pass one text file
+--text gone.txt => gone.txt does not exist: pass an existing text file
 --text zero.txt => zero.txt is empty
 --text one.txt => has too few tokens (1)
 --text zhe.txt => lacks the characters '\\u0416'
