@@ -3,9 +3,9 @@
     python run_cycles.py --text my_novel.txt --natural_text other_novels/
 
 The last tenth of your text becomes test.bin, the tenth before it val.bin. The corpus of the natural
-texts has the same val.bin, test.bin and vocabulary. If it is long enough, its last tenth becomes
-judge.bin, natural text that no model reads. The tokens are byte pairs learned from the training
-parts of both, or characters if your text would have too few tokens as byte pairs.
+texts has the same val.bin, test.bin and vocabulary. The last tenth of long natural texts becomes
+judge.bin, which no model reads. The tokens are byte pairs learned from the training parts of both,
+or characters if your text would have too few tokens as byte pairs.
 """
 
 import shutil

@@ -117,7 +117,10 @@ def logits_of(model: CausalModel, states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_logits(model: CausalModel) -> None:
-    """Raise UserError if `logits_of` does not return the logits of a model, whatever their size."""
+    """Raise UserError if `logits_of` does not return the logits of a model.
+
+    A cap in the model's configuration is refused even where the logits are too small to show it.
+    """
     ids = torch.tensor([[0, 1]], device=model.model.device)
     expected = model.trunk(ids)[0, :1, : model.vocab_size].float()
     found = logits_of(model, states_before(model, ids, torch.ones_like(ids), 1)[0])
