@@ -21,6 +21,7 @@ class Sampling:
 
     temperature: float = 1.0
     top_k: int | None = None
+    top_p: float = 1.0  # nucleus sampling (Holtzman et al., arXiv:1904.09751, section 3.1)
 
     def __post_init__(self) -> None:
         # A damaged checkpoint or dataset can hold any number.
@@ -49,6 +50,13 @@ def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
         # float32 has only 0 and infinity.
         temperature = min(max(sampling.temperature, 1e-30), 1e30)
         logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    if sampling.top_p < 1:
+        # Keep the fewest likeliest tokens that have the mass top_p together.
+        ordered, order = logits.sort(-1, descending=True)
+        probabilities = ordered.softmax(-1)
+        likelier = probabilities.cumsum(-1) - probabilities
+        ordered = ordered.masked_fill(likelier >= sampling.top_p, -torch.inf)
+        logits = torch.empty_like(logits).scatter(-1, order, ordered)
     return logits.log_softmax(-1)
 
 
