@@ -6,25 +6,21 @@ In: the checkpoint of a generator. Ours hold their tokenizer; nanoGPT's need --m
 texts on stdout, and nothing else there.
 """
 
-import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.device import autocast, select_device
-from common.files import read_text, reading
+from common.files import read_text
 from common.log import print0
 from common.process import require, run_main, warn
 from common.settings import Settings, parse_settings, setting
 from generation.completions import generate
 from generation.sampling import Sampling
 from tokenization_manager import TokenizationManager
-from training.checkpoint import build_model, choose_tokenizer, hash_model, load_checkpoint
+from training.checkpoint import build_model, choose_tokenizer, load_checkpoint
 
-DEFAULT_TEMPERATURE = 0.8
 SEPARATOR = "\n---------------\n"
 
 
@@ -41,8 +37,9 @@ class SampleSettings(Settings):
     """number of texts"""
     max_new_tokens: int = setting(500, minimum=0)
     """length of each text after the start"""
-    temperature: float | None = setting(None, minimum=0)
-    """lower: safer; 0: always the likeliest token; None: from evaluate.py --samples, or 0.8"""
+    temperature: float = setting(0.8, minimum=0)
+    """lower: safer; 0: always the likeliest token. evaluate.py --samples finds that at which the
+    text is as diverse as natural text"""
     top_k: int | None = setting(None, minimum=1)
     """sample only from the k likeliest tokens; None: from all"""
     meta_path: str | None = None
@@ -74,24 +71,6 @@ def encode_start(tokenizer: TokenizationManager, start: str | None) -> np.ndarra
     return tokens
 
 
-def choose_temperature(path: str) -> tuple[float, str]:
-    """Return the temperature that evaluate.py found for a checkpoint, else 0.8; and the reason.
-
-    The temperature of other weights, which were in the file before, does not count.
-    """
-    reason = "the default; evaluate.py --samples finds a better one"
-    saved = Path(path).with_suffix(".sampling.json")
-    if saved.is_file():
-        sha256 = hash_model(path)
-        with reading(saved, "delete it"):
-            record = json.loads(saved.read_text(encoding="utf-8"))
-            if record.get("sha256") == sha256:
-                sampling = Sampling(float(record["temperature"]))
-                return sampling.temperature, f"as diverse as natural text, by {saved}"
-        reason += f" ({saved} is ignored: it does not have the hash of these weights)"
-    return DEFAULT_TEMPERATURE, reason
-
-
 def main() -> None:
     settings = parse_settings(SampleSettings, "sample")
     path = settings.checkpoint_path
@@ -102,12 +81,7 @@ def main() -> None:
     model = build_model(checkpoint, path, device)
     start = encode_start(tokenizer, settings.start).astype("int64")
     idx = torch.from_numpy(start).repeat(settings.num_samples, 1)  # (B, T)
-    temperature = settings.temperature
-    if temperature is None:
-        temperature, reason = choose_temperature(path)
-        # not on stdout, which has the texts
-        print(f"temperature {temperature:.2f}: {reason}", file=sys.stderr)
-    sampling = Sampling(temperature, settings.top_k)
+    sampling = Sampling(settings.temperature, settings.top_k)
     generator = torch.Generator().manual_seed(settings.seed)
     with autocast(device):
         rows = generate(model, idx.to(device), settings.max_new_tokens, sampling, generator)

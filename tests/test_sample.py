@@ -4,15 +4,10 @@ pytest tests/test_sample.py
 """
 
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import TINY_MODEL, call, make_checkpoint, refuse, refuse_in_one_line, succeed, weights
-
-from sample import SampleSettings, choose_temperature
-from training.checkpoint import build_model, hash_model, load_checkpoint, save_checkpoint
 
 
 def test_texts_begin_with_the_start_and_depend_on_the_seed(tmp_path, generator):
@@ -42,37 +37,6 @@ def test_greedy_text_is_the_likeliest_whatever_the_seed(generator):
     greedy = succeed("sample", temperature=0, **options)
     for more in ({"temperature": 0, "seed": 5}, {"top_k": 1}):
         assert succeed("sample", **more, **options) == greedy
-
-
-def test_the_temperature_is_that_of_the_checkpoint_or_the_default(tmp_path, generator):
-    """Of all tokens, as evaluate.py samples to find it."""
-    assert SampleSettings.top_k is None
-    path = Path(shutil.copy(generator, tmp_path / "model.pt"))
-    options = {"checkpoint_path": path, "max_new_tokens": 5, "num_samples": 1, "device": "cpu"}
-    saved = path.with_suffix(".sampling.json")
-    found = f'{{"temperature": 1.25, "sha256": "{hash_model(path)}"}}'
-    cases = {
-        found: "temperature 1.25: as diverse as",
-        found.replace("1.25", "-1"): "ERROR: .* cannot be read",
-        "[]": "ERROR: .* cannot be read",
-    }
-    assert call("sample", **options).err.startswith("temperature 0.80: the default; ")
-    for content, said in cases.items():
-        saved.write_text(content)
-        assert re.match(said, call("sample", **options).err)
-    assert call("sample", **options, temperature=1.0).err == ""
-    saved.write_text(found)
-    contents = load_checkpoint(generator)
-    save_checkpoint(path, build_model(contents), contents["tokenization"], None, {})
-    # other weights have no temperature yet
-    ignored = rf"temperature 0.80: the default; .*--samples .*\({saved} is ignored: .* hash .*\n"
-    assert re.fullmatch(ignored, call("sample", **options).err)
-    saved.write_text('{"temperature": 1.25}')  # of an earlier version
-    assert re.fullmatch(ignored, call("sample", **options).err)
-    path.unlink()
-    (path / "vocab.json").mkdir(parents=True)
-    with pytest.raises(IsADirectoryError):  # and no error of the file of the temperature
-        choose_temperature(str(path))
 
 
 @pytest.mark.parametrize("form", ["seeds", "nanoGPT"])
