@@ -21,7 +21,7 @@ from torch import Tensor
 from common.device import float64, select_device
 from common.files import write_json
 from common.log import check_finite, format_metrics, print0
-from common.process import require, run_main, warn
+from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.encode import encode_segments, scan_text
 from cycles.text_page import open_page, present_text, read_tokens
@@ -34,7 +34,7 @@ from metrics.calibration import fit_temperature
 from metrics.intervals import block_figures, block_means, format_figure
 from metrics.text_quality import TextQuality
 from model import GPT
-from reward.heads import build_reward_model
+from reward.fit_reader import make_reader, reader_path
 from reward.scorer import check_skill, load_scorer
 from reward.user_function import RESERVED_ENDINGS
 from training import checkpoint as ckpt
@@ -72,7 +72,7 @@ class EvaluateSettings(Settings):
     function_weight: tuple[float, ...] | None = None
     """weight of each reward function in their sum; None: 1 each"""
     text: str | None = None
-    """a UTF-8 text file: only find where the reward model's generator begins to write in it"""
+    """a UTF-8 text file: only find what the generator of reward_model_path wrote in it"""
     word_dataset: str | None = None
     """with samples: the corpus of natural texts that judge them; None: the dataset"""
     output_path: str | None = None
@@ -169,8 +169,6 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
                 figures["quality"] = quality.of_model(completer)
                 temperature = figures["quality"]["temperature"]
                 figures["passages"] = write_passages(completer, quality, temperature, reward_model)
-                if figures["quality"]["is_reached"]:
-                    save_temperature(path, temperature, settings.output_path)
             if scorer is not None:
                 prompts = draw_prompts(
                     part, length, FRESH_PROMPTS, EVAL_SAMPLES, SEED, "eval", "fresh"
@@ -184,14 +182,10 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
 
 
 def find_generated_text(text_path: str, settings: EvaluateSettings, device: torch.device) -> None:
-    """Print where the reward model's generator begins to write in a text, and write its page."""
+    """Print what the reward model's generator wrote in a text, and write the page."""
     path = str(settings.reward_model_path)
     contents = ckpt.load_checkpoint(path)
-    reward_model = build_reward_model(contents, path, device)
-    require(
-        reward_model.is_ratio,
-        f"the head of {path} has no output per token: use a reward model with --head likelihood",
-    )
+    reader = make_reader(contents, path, device)
     tokenizer = ckpt.choose_tokenizer(contents, None)
     text = scan_text(Path(text_path))
     require(text.num_characters > 0, f"{text_path} is empty")
@@ -199,15 +193,23 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
     parts = encode_segments([text], [("text", text.num_characters)], tokenizer)
     ids = np.concatenate([tokens for _, tokens in parts])
     page = open_page(text_path, len(ids), settings.output_path)
-    check_skill(path, contents["training"] or {}, is_allowed=True)
+    if reader_path(path).is_file():
+        reader.load(reader_path(path))
+        remark = reader.describe()
+    else:
+        remedy = f"python -m reward.fit_reader --model_path {path} --dataset ITS_CORPUS fits one"
+        require(reader.pair is not None, f"{path} is a generator without a reader: {remedy}")
+        check_skill(path, contents["training"] or {}, is_allowed=True)
+        reader.ways = ("1",)
+        remark = f"Without a reader this assumes temperature 1, no top-p and no top-k: {remedy}."
     present_text(
         page,
         Path(text_path).name,
         f"the generator of {path}",
         ids,
         tokenizer.decode,
-        lambda windows: reward_model.output(windows.to(device)),
-        reward_model.config.block_size,
+        reader.read(torch.from_numpy(ids).long()),
+        remark,
     )
 
 
@@ -328,22 +330,6 @@ def write_passages(
         completion = [token for token in tokens[start:] if token[0]]
         passages.append({"prompt": prompt, "completion": completion})
     return passages
-
-
-def save_temperature(path: str, temperature: float, output_path: str | None) -> None:
-    """Write the temperature beside a checkpoint, for sample.py; warn if that is impossible.
-
-    A model elsewhere than the output is only lent: its folder stays as it is.
-    """
-    file = Path(path)
-    folder = Path(output_path or path).resolve().parent
-    if file.resolve().parent != folder or not file.is_file():
-        return
-    try:
-        record = {"temperature": temperature, "sha256": ckpt.hash_model(path)}
-        write_json(file.with_suffix(".sampling.json"), record)
-    except OSError as error:
-        warn(f"the temperature is not saved for sample.py: {error}")
 
 
 def print_figures(figures: Mapping[str, Any], indent: str = "  ") -> None:

@@ -43,6 +43,7 @@ from cycles.plan import Stage, make_plan
 from cycles.results import Results
 from cycles.summary import expectation, headline
 from evaluate import EvaluateSettings
+from reward.fit_reader import ReaderSettings
 from reward.user_function import execute_file, load_functions
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager
@@ -100,6 +101,7 @@ SECTIONS: dict[str, type[Settings]] = {
     "train_reward_model": RewardModelSettings,
     "train_grpo": GRPOSettings,
     "evaluate": EvaluateSettings,
+    "fit_reader": ReaderSettings,
     "control_plain": FurtherTrainSettings,
     "control_sampled": GRPOSettings,
     "control_distil": GRPOSettings,

@@ -48,8 +48,8 @@ from examples.heal_pruned_model import (
     train_on_text,
 )
 from generation.completions import Completions
+from interop.causal import complete
 from interop.crossover_reward import CrossoverReward, load_model
-from interop.samples import complete
 from metrics.samples import words_of
 from metrics.text_quality import TextQuality
 from training.huggingface import import_optional
@@ -131,7 +131,7 @@ def main() -> None:
             else:
                 model = load_model(floor)
                 reward = CrossoverReward(whole, load_model(floor), tokenizer=tokenizer)
-                reward.fit(fitted, settings.seed)
+                reward.fit(fitted)
                 steps = train(model, arm, reward, blocks, settings)
             results[arm] = {"training": {"steps": steps}}
             results[arm].update(measure(Completer(model.eval()), quality))

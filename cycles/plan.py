@@ -19,6 +19,7 @@ import train_reward_model
 from common.device import random_stream
 from common.files import atomic_path
 from common.process import one_line, warn
+from reward import fit_reader
 from reward.scorer import UnpredictiveRewardError
 from training.run import hash_inputs
 
@@ -34,6 +35,7 @@ ARTEFACTS = {  # what a stage of each kind makes: a file, or the folder of rewar
     "control_sampled": "control_sampled_v{next}.pt",
     "control_distil": "control_distil_v{next}.pt",
     "controls": "controls_v{next}.json",
+    "fit_reader": "reward_model_v{cycle}.reader.pt",
 }
 # The settings that do not change what a stage makes
 NOT_COMPARED = (
@@ -129,7 +131,7 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
         else:
             options["output_path"] = output
         # With the seed of cycle 1, a later cycle would draw the same random numbers again.
-        if cycle > 1 and script is not evaluate:
+        if cycle > 1 and hasattr(sections[section], "seed"):
             draw = random_stream(sections[section].seed, "cycle", cycle)
             options["seed"] = int(draw.integers(2**31))
         changed = replace(sections[section], **options)
@@ -221,5 +223,7 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
         if controls:
             measured["checkpoints"] = tuple(controls)
             add(evaluate, "controls", cycle, **measured)
+        if is_likelihood:
+            add(fit_reader, "fit_reader", cycle, model_path=reward_model, dataset=corpus)
         generator = policy
     return stages

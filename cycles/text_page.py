@@ -1,4 +1,4 @@
-"""Say where a generator's own writing begins in a text, in lines and on a page.
+"""Say what a generator wrote in a text, in lines and on a page.
 
 python evaluate.py --text FILE --reward_model_path MODEL
 """
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from common.files import write_text
@@ -16,10 +15,10 @@ from common.log import print0
 from common.process import require
 from cycles.rendering import render
 from reward.heads import RewardModel
-from reward.reading import read_crossover, text_evidence
+from reward.reading import Reading
 from tokenization_manager import pieces
 
-NEARBY = 70  # characters shown before and after K
+NEARBY = 70  # characters shown of the beginning of a passage
 
 
 def open_page(text_path: str, num_tokens: int, output_path: str | None) -> Path:
@@ -56,46 +55,55 @@ def present_text(
     generator: str,
     ids: np.ndarray,
     decode: Callable[[np.ndarray], str],
-    evidence: Callable[[Tensor], Tensor],
-    length: int,
+    reading: Reading,
+    remark: str,
 ) -> None:
-    """Read the tokens (n,) of a text; print where the generator begins to write; write the page.
+    """Print what a generator wrote in a text of tokens (n,), and write the page.
 
     name, generator: names of the text and of the model, as printed. decode: returns the text of
-    tokens. evidence and length: see `text_evidence`.
+    tokens. remark: a line about the reader.
     """
     n = len(ids)
-    reading = read_crossover(text_evidence(evidence, torch.from_numpy(ids).long(), length))
-    crossover = reading.crossover
+    passages = reading.passages
     shades = reading.natural.numpy().round(2)  # (n,)
-    # The text in pieces of one shade, which also end at K and at the bounds of its interval.
-    changes = 1 + np.flatnonzero(np.diff(shades))
-    ends = sorted({*changes.tolist(), reading.low, crossover, reading.high, n})
+    # The text in pieces of one shade, which also end at the bounds of passages and of the interval.
+    changes = (1 + np.flatnonzero(np.diff(shades))).tolist()
+    bounds = [reading.low, reading.high, n, *itertools.chain(*passages)]
+    ends = sorted({*changes, *bounds})
     texts = pieces(decode, ids, ends)
     characters = dict(zip(ends, itertools.accumulate(map(len, texts)), strict=True))
     text = "".join(texts)
-    place = characters[crossover]
+    is_one_crossover = len(passages) == 1 and passages[0][1] == n
 
-    finding = f"{name} is most likely natural to its end"
-    if crossover < n:
-        finding = f"In {name} the model's own writing begins after {place:,} characters"
-    interval = f"{characters[reading.low]:,} to {characters[reading.high]:,}"
-    before = " ".join(text[:place][-NEARBY:].split())
-    after = " ".join(text[place:][:NEARBY].split())
-    lines = [
-        f"{finding} (K = {crossover:,} of {n:,} tokens).",
-        f"95 % interval: {interval} of {len(text):,} characters. "
-        f"Probability that all of the text is natural: {reading.natural[-1]:.3f}; 0.5 before it is "
-        "read.",
-        f"Around K: ...{before} | {after}",
-        f"This is about the writing of {generator}, at temperature 1. It is no detector of other "
-        "models, and natural text of another kind can mislead it.",
+    probability = f"Probability that all of {name} is natural: {reading.all_natural:.3f}."
+    lines = [f"{name}: no text of {generator} is found.", probability]
+    if passages:
+        lines[0] = f"{generator} wrote {len(passages)} passages of {name}."
+    if not reading.is_usual:
+        lines.append(
+            "WARNING: this text is unlike those that the reader was fitted on (other natural text, "
+            "another model, or another way of sampling): what is said here may be wrong."
+        )
+    for number, (start, end) in enumerate(passages, 1):
+        begin = characters[start]
+        quote = " ".join(text[begin:][:NEARBY].split())
+        place = f"after character {begin:,}, to {characters[end]:,} of {len(text):,}"
+        if is_one_crossover:
+            low = characters[reading.low]
+            high = characters[reading.high]
+            lines[0] = f"{generator} wrote everything in {name} after character {begin:,}."
+            place = f"95 % interval: characters {low:,} to {high:,} of {len(text):,}"
+        lines.append(f'{number}. {place}: "{quote} ..."')
+    lines += [
+        remark,
+        "This is no detector of other models, and natural text of another kind can mislead it.",
     ]
     for line in lines:
         print0(line)
-    # whether a piece stands after K, its P(natural) and its text
-    shaded = [
-        (end > crossover, shades[end - 1], piece) for end, piece in zip(ends, texts, strict=True)
-    ]
+    numbers = {start: number for number, (start, _) in enumerate(passages, 1)}
+    # the number of the passage that a piece begins, or 0; its P(natural) and its text
+    shaded = []
+    for begin, end, piece in zip([0, *ends], ends, texts, strict=False):
+        shaded.append((numbers.get(begin, 0), shades[end - 1], piece))
     write_text(path, render("text_page.html", name=name, lines=lines, pieces=shaded))
     print0(f"Saved {path}")

@@ -16,8 +16,8 @@ from torch import Tensor
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.encode import find_texts, joined_pieces
+from interop.causal import complete
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
-from interop.samples import complete
 from metrics.intervals import format_figure, mean_figures
 from training.huggingface import import_optional
 
@@ -65,7 +65,7 @@ def main() -> None:
     floor = prune(whole, settings.drop)
     train_on_text(floor, tokenizer, blocks, arguments(settings, settings.floor_steps, 2 * RATE))
     reward = CrossoverReward(whole, floor, tokenizer=tokenizer)
-    reward.fit(held_out[::2], settings.seed)  # ends the run if the reward does not predict
+    reward.fit(held_out[::2])  # ends the run if the reward does not predict
     reward.set_weight(WEIGHT)
 
     policy = prune(whole, settings.drop)

@@ -126,10 +126,6 @@ class Completer:
             torch.cat([part.model_log_probs for part in parts]),
         )
 
-    def release(self) -> None:
-        """Free the memory of the cache; the next call allocates it again."""
-        self._cache = None
-
 
 def generate(
     model: nn.Module,

@@ -27,6 +27,7 @@ class Sampling:
         # A damaged checkpoint or dataset can hold any number.
         has_temperature = 0 <= self.temperature < float("inf")
         require(has_temperature, f"temperature={self.temperature}: must be finite and >= 0")
+        require(0 < self.top_p <= 1, f"top_p={self.top_p}: must be in (0, 1]")
         has_top_k = self.top_k is None or self.top_k >= 1
         require(has_top_k, f"top_k={self.top_k}: must be >= 1, or None")
 

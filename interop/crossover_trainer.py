@@ -21,7 +21,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import _ForwardRedirection
 
 from common.process import require
-from interop.crossover_reward import CausalModel, CrossoverReward, TwoModels, refuse_adapter
+from interop.causal import CausalModel
+from interop.crossover_reward import CrossoverReward, refuse_adapter
 from interop.exact_credit import check_logits, exact_terms
 
 # Plain sampling, the only one that the formulas score: values of GRPOConfig's fields. top_k=None
@@ -69,11 +70,6 @@ class CrossoverTrainer(GRPOTrainer):
         reward_funcs: Any = None,
         **kwargs: Any,
     ) -> None:
-        require(
-            isinstance(reward.head, TwoModels),
-            "the reward has no natural model, and training on a head gave no gain, fitted once or "
-            "repeatedly (docs/results.md): pass natural= to the reward",
-        )
         refuse_adapter(model)
         args = copy.copy(args or GRPOConfig("trl_model"))
         args.generation_kwargs = args.generation_kwargs or None  # {} sets nothing
@@ -102,7 +98,7 @@ class CrossoverTrainer(GRPOTrainer):
             self.reward_weights[0] = 0
         self.reward = reward
         reward.max_completion_length = args.max_completion_length
-        head = reward.head
+        head: Any = reward.head
         # Each process has fitted for itself: all take what the first one has fitted.
         head.mixture.data.copy_(broadcast(head.mixture.data))
         policy = self.accelerator.unwrap_model(self.model)

@@ -15,7 +15,7 @@ from trl.kernels import ChunkedLogProbFunction
 
 from common.process import require
 from grpo.exact import divergence
-from interop.crossover_reward import CausalModel
+from interop.causal import CausalModel
 from losses import scatter_to_mask
 
 PIECE_LOGITS = 2**22  # logits of a piece, 16 MiB in float32; some ten copies exist at a time
@@ -36,7 +36,7 @@ def exact_terms(
 ) -> dict[str, Tensor]:
     """Return the `loss` () of a policy and the TERMS (B, C) of the tokens of its completions.
 
-    head: the TwoModels of a CrossoverReward, whose mixture m is the target.
+    head: the head of a CrossoverReward, whose mixture m is the target.
     ids, attention_mask: (B, N), with padding on both sides. weights: (B, C), the factor of each
     token's divergence in the loss; 0 where a token does not count, as are its terms.
 

@@ -1,10 +1,10 @@
-"""Find where a Hugging Face model's own writing begins in a text.
+"""Find what a Hugging Face model wrote in a text.
 
     python -m interop.crossover_reward --text FILE --generator MODEL --natural_text texts/
 
-In: a text, a causal model (a folder or a hub name) and natural text, on which the reward is fitted:
-with --natural_model the reward of two models, otherwise a head on the generator's own layers. Out:
-where the generator begins to write, printed and as a page, and the fitted reward at --reward_path.
+In: a text, a causal model (a folder or a hub name) and natural text, on which the reader is fitted:
+by two models with --natural_model, otherwise by the generator's logits and hidden states. Out: what
+the generator wrote, printed and as a page, and the fitted reader at --reader_path.
 Packages: requirements-interop.txt.
 """
 
@@ -17,43 +17,46 @@ import torch
 from torch import Tensor
 
 from common.files import read_text
-from common.log import print0
-from common.process import UserError, one_line, require, run_main, warn
+from common.process import explaining, require, run_main
 from common.settings import Errors, Settings, parse_settings
 from corpus.encode import find_texts, joined_pieces
 from cycles.text_page import open_page, present_text
+from interop.causal import CausalModel, CausalReader
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
-from metrics.intervals import better_than_constant
+from reward.reader import WAYS, parse_way
 
 LENGTH = 64  # tokens of the natural blocks, and of the windows of the text
-MIN_BLOCKS = 16  # natural blocks; half of them are reported on, and fewer give no interval
-MOST_BLOCKS = 512  # that are read
+MIN_BLOCKS = 16  # natural blocks; half of them are reported on
 
 
 @dataclass
 class ReadTextSettings(Settings):
-    """Find where a Hugging Face model's own writing begins in a text."""
+    """Find what a Hugging Face model wrote in a text."""
 
     text: str | None = None
     """the text to read: a UTF-8 file (required)"""
     generator: str | None = None
     """the model whose writing is looked for: a folder or a hub name (required)"""
     natural_model: str | None = None
-    """a natural model of the same vocabulary; None: a head on the generator's own layers"""
+    """a natural model of the same vocabulary; None: the generator's own hidden states"""
     natural_text: tuple[str, ...] = ()
-    """natural text that fits the reward: UTF-8 files, folders of *.txt; not the text itself"""
-    reward_path: str | None = None
-    """the fitted reward: read if the file exists (then natural_text is not needed), else written"""
+    """natural text that fits the reader: UTF-8 files, folders of *.txt; not the text itself"""
+    sampling: tuple[str, ...] = WAYS
+    """ways of sampling to know: TEMPERATURE, TEMPERATURE:TOP_P or TEMPERATURE:TOP_P:TOP_K ..."""
+    reader_path: str | None = None
+    """the fitted reader: read if the file exists (then natural_text is not needed), else written"""
     output_path: str | None = None
     """the page; None: TEXT.crossover.html, here"""
 
     def check_settings(self, errors: Errors) -> None:
-        """Check that there are a text and a fitted reward, or natural text to fit one."""
+        """Check that there are a text and a fitted reader, or natural text to fit one."""
         errors.check(self.text is not None, "text is required: pass a file with --text")
         errors.check(self.generator is not None, "generator is required: pass a folder or hub name")
-        is_fitted = self.reward_path is not None and Path(self.reward_path).is_file()
+        is_fitted = self.reader_path is not None and Path(self.reader_path).is_file()
         has_text = len(self.natural_text) > 0
-        errors.check(is_fitted or has_text, "natural_text is required, or a fitted reward_path")
+        errors.check(len(self.sampling) > 0, "sampling is empty: name a way, as 0.7:0.9")
+        list(map(parse_way, self.sampling))
+        errors.check(is_fitted or has_text, "natural_text is required, or a fitted reader_path")
 
 
 def main() -> None:
@@ -62,70 +65,49 @@ def main() -> None:
     path = str(settings.text)
     tokenizer = load_tokenizer(name)
     ids = encode(read_text(path), tokenizer)
-    generator = load_model(name)
-    config = generator.config.get_text_config()
-    length = min(LENGTH, getattr(config, "max_position_embeddings", LENGTH))
-    reward = CrossoverReward(settings.natural_model, generator, tokenizer=tokenizer)
     page = open_page(path, len(ids), settings.output_path)
-    fitted = settings.reward_path
-    if fitted is not None and Path(fitted).is_file():
-        reward.load(fitted)
-        print0(f"Loaded {fitted}")
-        if not better_than_constant(reward.figures.get("r2_low")):
-            warn(f"{fitted} is not shown to predict where its generator begins to write")
+    model: Any
+    if settings.natural_model is None:
+        model = CausalModel(load_model(name).eval(), len(tokenizer))
     else:
-        reward.fit(natural_blocks(settings.natural_text, tokenizer, length))
-        if fitted is not None:
-            reward.save(fitted)
-            print0(f"Saved {fitted}")
+        model = CrossoverReward(settings.natural_model, name, tokenizer=tokenizer).head
     start = tokenizer(text="")["input_ids"]  # what the tokenizer puts before a text
-
-    def evidence(windows: Tensor) -> Tensor:
-        rows = [[*start, *window] for window in windows.tolist()]
-        return reward.evidence(rows)[:, len(start) :]
-
+    reader = CausalReader(model, LENGTH, settings.sampling, start)
+    fitted = settings.reader_path
+    if fitted is not None and Path(fitted).is_file():
+        reader.load(fitted)
+    else:
+        blocks = natural_blocks(settings.natural_text, tokenizer, reader.length)
+        reader.fit(*blocks.chunk(2))
+        if fitted is not None:
+            reader.save(fitted)
     present_text(
         page,
         Path(path).name,
         name,
         ids.numpy(),
         tokenizer.decode,
-        evidence,
-        length - len(start),
+        reader.read(ids),
+        reader.describe(),
     )
 
 
 def natural_blocks(paths: Sequence[str], tokenizer: Any, length: int) -> Tensor:
-    """Return evenly spaced blocks (b, length) int64 of natural texts."""
-    text = "".join(joined_pieces(find_texts(paths)))
-    blocks = cut_blocks(encode(text, tokenizer), tokenizer, length)
-    every = max(1, len(blocks) // MOST_BLOCKS)
-    return blocks[::every][:MOST_BLOCKS]
+    """Return the natural texts as blocks (b, length) int64.
+
+    Raise UserError if there are fewer than MIN_BLOCKS.
+    """
+    tokens = encode("".join(joined_pieces(find_texts(paths))), tokenizer)
+    needed = MIN_BLOCKS * length
+    finding = f"the natural text for the fit has {len(tokens):,} tokens, but {needed:,} are needed"
+    require(len(tokens) >= needed, f"{finding}: add text")
+    return tokens.unfold(0, length, length)
 
 
 def encode(text: str, tokenizer: Any) -> Tensor:
     """Return the tokens (n,) int64 of a text."""
-    try:
-        ids = tokenizer(text=text, add_special_tokens=False)["input_ids"]
-    except Exception as error:  # raised in Rust
-        finding = f"the model's tokenizer cannot read the text: {one_line(error):.200}"
-        raise UserError(f"ERROR: {finding}") from None
-    return torch.tensor(ids)
-
-
-def cut_blocks(tokens: Tensor, tokenizer: Any, length: int) -> Tensor:
-    """Return the natural tokens (n,) as blocks (b, length).
-
-    Each block begins with the tokens that the tokenizer puts before a text. Raise UserError if
-    there are fewer than MIN_BLOCKS.
-    """
-    start = torch.tensor(tokenizer(text="")["input_ids"], dtype=torch.int64)
-    size = length - len(start)
-    needed = MIN_BLOCKS * size
-    finding = f"the natural text for the fit has {len(tokens):,} tokens, but {needed:,} are needed"
-    require(len(tokens) >= needed, f"{finding}: add text")
-    blocks = tokens.unfold(0, size, size)
-    return torch.cat((start.expand(len(blocks), -1), blocks), 1)
+    with explaining("the model's tokenizer cannot read the text", "use another text"):
+        return torch.tensor(tokenizer(text=text, add_special_tokens=False)["input_ids"])
 
 
 if __name__ == "__main__":

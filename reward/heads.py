@@ -43,6 +43,17 @@ from reward.posterior import crossover_loss, natural_probabilities, natural_shar
 from training.checkpoint import load_weights
 
 
+def log_mixture_ratio(log_ratios: Tensor, mixture: Tensor) -> Tensor:
+    """Return log(m/q) = log(w p/q + 1 - w) for log-ratios log p - log q (...).
+
+    w = sigmoid(mixture).
+    """
+    log_ratios = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_w = F.logsigmoid(mixture)
+    log_rest = F.logsigmoid(-mixture)  # log(1 - w)
+    return torch.logaddexp(log_ratios + log_w, log_rest)
+
+
 class LastRewardModel(GPT):
     """Predicts K/T of a sequence from the hidden state of its last token."""
 
@@ -98,7 +109,7 @@ class LikelihoodRewardModel(nn.Module):
         """
         natural = self.natural.logits(hidden[0]).float().log_softmax(-1)
         written = self.generator.logits(hidden[1]).float().log_softmax(-1)
-        return self.over_generator(natural - written), written
+        return log_mixture_ratio(natural - written, self.mixture), written
 
     def log_probs(self, idx: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Return log-probabilities (B, T - 1) float32 of ids (B, T) under p, and under q.
@@ -111,13 +122,6 @@ class LikelihoodRewardModel(nn.Module):
         written = token_log_probs(self.generator.logits(hidden[1]), idx[:, 1:])
         return natural, written, hidden
 
-    def over_generator(self, log_ratios: Tensor) -> Tensor:
-        """Return evidence log(m/q) = log(w p/q + 1 - w) for log-ratios log p - log q (...)."""
-        log_ratios = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        log_w = F.logsigmoid(self.mixture)
-        log_rest = F.logsigmoid(-self.mixture)  # log(1 - w)
-        return torch.logaddexp(log_ratios + log_w, log_rest)
-
     def features(self, idx: Tensor) -> Tensor:
         """Return log p - log q (B, T - 1) of ids (B, T); the first token has none."""
         natural, written, _ = self.log_probs(idx)
@@ -125,7 +129,7 @@ class LikelihoodRewardModel(nn.Module):
 
     def score(self, log_ratios: Tensor) -> Tensor:
         """Return evidence (B, T) for log p - log q (B, T - 1); the first token's is 0."""
-        return F.pad(self.over_generator(log_ratios), (1, 0))
+        return F.pad(log_mixture_ratio(log_ratios, self.mixture), (1, 0))
 
     def output(self, idx: Tensor) -> Tensor:
         """Return the evidence (B, T) that tokens are natural, given the tokens before them."""

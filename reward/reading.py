@@ -1,8 +1,11 @@
-"""Find where a generator's own writing begins in a text of any length, from its tokens' evidence.
+"""What evidence says of a text: where a model's own writing begins, and which passages it wrote.
 
-    python -c "import torch, reward.reading as r; print(r.read_crossover(torch.randn(9)))"
+    python -c "import torch, reward.reading as r; print(r.read(torch.randn(9, 1)))"
 
-Shapes: n tokens of a text; B windows of T tokens.
+Evidence is log m - log q_s of each token for S ways of sampling s: its log-likelihood in natural
+text, less that in text of the generator, given the tokens before it. A text has one way of
+sampling, which is unknown; all are equally probable a priori.
+Shapes: B texts of T tokens, n tokens of one text, S ways of sampling.
 """
 
 import math
@@ -13,66 +16,128 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.device import float64
 from common.log import progress
-from reward.posterior import natural_probabilities
 
 WINDOWS = 8  # read at a time
-TAIL = 0.025  # of the posterior, on each side of a 95 % interval
+# Of the posterior, on each side of a 95 % interval: a little less than 2.5 %, because texts differ
+# from those that calibrate it.
+TAIL = 0.02
+# A passage of natural text, such as a rare name that recurs, can look written for several tokens at
+# once. So the evidence for passages counts for half, and passages are rare.
+PASSAGE_SCALE = 0.5
+SWITCH_RATE = 1 / 250  # probability that natural text becomes written at a token, and the reverse
+MOST_NATURAL = 0.03  # of P(all of a text is natural) where passages are shown
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the evidence says of K, the number of tokens before the generator's own writing."""
+    """What the evidence says of a text of n tokens.
 
-    natural: Tensor  # (n,) float64: P(token is natural); the last one's is P(K = n)
-    crossover: int  # the most likely K; n: the text is natural to its end
-    low: int  # the 95 % interval of K
+    K is the number of tokens before the generator's own writing, if that goes on to the end. A
+    passage that does is the only one if it begins at the median of K.
+    """
+
+    natural: Tensor  # (n,) float64: P(token is natural), with any number of passages
+    all_natural: float  # P(the text is natural to its end)
+    passages: list[tuple[int, int]]  # first token and end of what the generator wrote; may be none
+    low: int  # the 95 % interval of K; n: the text is natural to its end
     high: int
+    is_usual: bool  # whether the text is like those that the reader was fitted on
 
 
 @torch.no_grad()
-def text_evidence(evidence: Callable[[Tensor], Tensor], ids: Tensor, length: int) -> Tensor:
-    """Return evidence (n,) float32 of the tokens (n,) int64 of a text, on the CPU.
+def in_windows(values: Callable[[Tensor], Tensor], ids: Tensor, length: int) -> Tensor:
+    """Return values (n, ...) float32 of the tokens (n,) int64 of a text, on the CPU.
 
-    evidence: maps ids (B, T) to evidence (B, T), T at most `length`. A longer text is read in
-    windows that overlap by half. A token keeps the evidence of the window in which it has the
-    longer context: the first half of a window is only context, except at the text's beginning.
+    values: maps ids (B, T) to values (B, T, ...), T at most `length`. A longer text is read in
+    windows that overlap by half. A token keeps the value of the window in which it has the longer
+    context: the first half of a window is only context, except at the text's beginning.
     """
     n = len(ids)
     length = min(length, n)
-    starts = torch.tensor([*range(0, n - length, max(1, length // 2)), n - length])
-    batches = starts.split(WINDOWS)
-    result = torch.zeros(n)
-    end = 0  # of the tokens that have their evidence
-    for batch in progress("Reading the text", iterable=batches):
-        windows = ids[batch[:, None] + torch.arange(length)]  # (B, T)
-        for start, values in zip(batch.tolist(), evidence(windows).cpu(), strict=True):
-            result[end : start + length] = values[end - start :]
-            end = start + length
-    return result
+    step = max(1, length // 2)
+    padded = F.pad(ids, (0, (length - n) % step))  # no token depends on those after it
+    windows = padded.unfold(0, length, step)  # (W, length)
+    batches = progress("Reading the text", iterable=windows.split(WINDOWS))
+    of_windows = torch.cat([values(rows).cpu() for rows in batches])
+    return torch.cat((of_windows[0], of_windows[1:, -step:].flatten(0, 1)))[:n]
 
 
-def read_crossover(evidence: Tensor) -> Reading:
-    """Return the posterior of K in 1, ..., n from the evidence (n,) of a whole text.
+def crossover_posterior(evidence: Tensor) -> Tensor:
+    """Return log P(K = k | text) (B, T) for k = 1, ..., T from evidence (B, T, S).
 
-    The first token is never evidence, so it counts as natural. A priori K = n, a text that is
-    natural to its end, has the probability 1/2, and the other K share the rest equally. With the
-    same prior for all K, a natural text would seem generated in its last few tokens, because these
-    hold too little evidence. The text counts as natural if P(K = n) is at least 1/2 a posteriori.
+    A text that is natural up to K and then written in the way s has the likelihood of m up to K and
+    of q_s after it: a change point between known distributions (Smith, Biometrika 62, 1975). The
+    first token is never evidence, so it counts as natural. A priori K = T, a text that is natural
+    to its end, has the probability 1/2, and the other K share the rest equally. With the same prior
+    for all K, a natural text would seem generated in its last few tokens, because these hold too
+    little evidence.
     """
+    T = evidence.size(1)
+    written = -evidence.flip(1).cumsum(1).flip(1)  # (B, T, S): of all tokens from t on
+    written = F.pad(written[:, 1:], (0, 0, 0, 1))  # k = 1, ..., T
+    log_likelihood = written.logsumexp(-1) - math.log(written.size(-1))
+    prior = torch.full_like(log_likelihood[0], -math.log(max(T - 1, 1)))
+    prior[-1] = 0.0
+    return (log_likelihood + prior).log_softmax(-1)
+
+
+def passage_posterior(evidence: Tensor) -> tuple[Tensor, Tensor]:
+    """Return P(token is natural) (n,), and the log-likelihood () over that of natural text.
+
+    The text (n, S) may switch between natural and written at each token, with the probability
+    SWITCH_RATE; the first token is natural. Forward-backward algorithm (Rabiner, "A tutorial on
+    hidden Markov models", Proc. IEEE 77, 1989, section III.A), for all ways of sampling at once.
+    """
+    emitted = torch.stack((torch.zeros_like(evidence), -evidence), 1)  # (n, 2, S)
+    start = torch.full_like(emitted[0], -torch.inf)
+    start[0] = 0.0
+    forward = messages(emitted, start)
+    backward = messages(emitted.flip(0), torch.zeros_like(start)).flip(0)
+    both = (forward + emitted + backward).logsumexp(-1)  # (n, 2)
+    log_likelihood = both[0].logsumexp(0) - math.log(evidence.size(1))
+    return both.softmax(-1)[:, 0], log_likelihood
+
+
+def messages(emitted: Tensor, start: Tensor) -> Tensor:
+    """Return the log-probabilities (n, 2, S) of the two states at each token, by those before it.
+
+    emitted: (n, 2, S), log-likelihoods of the tokens. start: (2, S), what is known of the first.
+    """
+    known = [start]
+    for likelihood in emitted[:-1]:
+        state = known[-1] + likelihood
+        stays = state + math.log1p(-SWITCH_RATE)
+        known.append(torch.logaddexp(stays, state.flip(0) + math.log(SWITCH_RATE)))
+    return torch.stack(known)
+
+
+@torch.no_grad()
+def read(evidence: Tensor, is_usual: bool = True) -> Reading:
+    """Return what the evidence (n, S) of a text says, n > 1; see the two posteriors.
+
+    A priori half of the texts are natural to their end; the others switch at SWITCH_RATE, at least
+    once.
+    """
+    evidence = float64(evidence)
     n = len(evidence)
-    prior = torch.zeros(n)
-    prior[-1] = math.log(max(n - 1, 1))  # the last token is natural only if K = n
-    values = evidence.cpu().double() + prior
-    # The posterior has no K of the last position: add one, so that K may be n.
-    values = F.pad(values, (0, 1))[None]  # (1, n + 1)
-    at_least = natural_probabilities(values)[0]  # (n + 1,): P(K >= 1), ..., P(K >= n + 1) = 0
-    natural = at_least[:-1]
-    crossover = n
-    if natural[-1] < 0.5:
-        posterior = -natural.diff()  # (n - 1,): P(K = 1), ..., P(K = n - 1)
-        crossover = 1 + int(posterior.argmax())
-    more = at_least[1:]  # (n,): P(K > 1), ..., P(K > n)
-    low = 1 + int((more > 1 - TAIL).sum())
-    high = 1 + int((more > TAIL).sum())
-    return Reading(natural, crossover, min(low, crossover), max(high, crossover))
+    within, log_likelihood = passage_posterior(evidence * PASSAGE_SCALE)
+    log_no_switch = (n - 1) * math.log1p(-SWITCH_RATE)  # a priori
+    # P(a switch), given the text; rounding may make it 0
+    switches = -(log_no_switch - log_likelihood).expm1().clamp(max=-1e-12)
+    log_odds = log_likelihood + switches.log() - math.log(-math.expm1(log_no_switch))
+    all_natural = torch.sigmoid(-log_odds)
+    natural = 1 - (1 - all_natural) * ((1 - within) / switches).clamp(max=1)
+    passages = []
+    if all_natural < MOST_NATURAL:
+        is_written = F.pad((natural < 0.5).long(), (1, 1))
+        bounds = is_written.diff().nonzero().flatten().tolist()  # beginnings and ends in turn
+        passages = list(zip(bounds[::2], bounds[1::2], strict=True))
+    posterior = crossover_posterior(evidence[None])[0].exp()  # (n,)
+    at_most = posterior.cumsum(0)  # P(K <= 1), ..., P(K <= n)
+    # quantiles of K: the interval, and the median
+    low, high, middle = (int((at_most < q).sum()) + 1 for q in (TAIL, 1 - TAIL, 0.5))
+    if len(passages) == 1 and passages[0][1] == n:
+        passages = [(min(middle, n - 1), n)]
+    return Reading(natural, all_natural.item(), passages, low, min(high, n), is_usual)

@@ -31,8 +31,8 @@ from helpers import settings_of
 
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
-    "nodes of the product": 39_739,
-    "nodes of tests": 42_126,
+    "nodes of the product": 40_653,
+    "nodes of tests": 42_310,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
     "nodes per line": 5.8,
@@ -52,9 +52,10 @@ BUDGETS = {
     "options of prepare_text": 8,
     "options of reward_dataset_loader": 1,
     "options of data/shakespeare_char/prepare": 0,  # those of every corpus
-    "options of interop/crossover_reward": 6,
+    "options of interop/crossover_reward": 7,
     "options of interop/export": 3,
-    "options of all scripts": 145,
+    "options of reward/fit_reader": 5,
+    "options of all scripts": 151,
 }
 # Which modules a script may load, by folder or name. grpo in evaluate and
 # generation in reward_dataset_loader are not needed, but loaded today.

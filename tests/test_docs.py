@@ -320,7 +320,7 @@ def test_links_and_files_exist(name):
 def test_options_in_the_text_exist():
     known = {*KNOWN_OPTIONS}
     scripts = ["data/shakespeare_char/prepare"]
-    for folder in ("", "interop/", "benchmarks/"):
+    for folder in ("", "reward/", "interop/", "benchmarks/"):
         for path in ROOT.glob(f"{folder}*.py"):
             if re.search(r"parse_se\w+\(", path.read_text()):
                 scripts.append(f"{folder}{path.stem}")

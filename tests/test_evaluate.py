@@ -22,7 +22,7 @@ from helpers import (
 
 from common.files import read_json
 from data_loader import open_corpus, validation_part
-from evaluate import calculate_perplexity, save_temperature
+from evaluate import calculate_perplexity
 from losses import text_losses
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
@@ -81,9 +81,7 @@ def test_quality_of_text_and_passages_with_their_p_natural(
     assert much["quality"]["unknown_words"] < little["quality"]["unknown_words"]
     assert much["quality"]["judge_loss"] < little["quality"]["judge_loss"]
     assert little["quality"]["natural"] == much["quality"]["natural"]
-    for path, figures in zip(models, (little, much), strict=True):
-        saved = path.with_suffix(".sampling.json")
-        assert saved.is_file() == figures["quality"]["is_reached"]
+    for figures in (little, much):
         assert len(figures["quality"]["judge_by_sample"]) == 60
         assert figures["characters_per_token"] == 1
         assert figures["bits_per_byte"] == pytest.approx(figures["loss"] / math.log(2))
@@ -119,19 +117,6 @@ def test_the_judge_reads_text_that_no_model_has_read(tmp_path, corpus, generator
     options["checkpoints"] = [generator, foreign]
     both = evaluate(tmp_path, **options)[str(generator)]["quality"]
     assert both == {**unread, "judge_text": "natural"}
-
-
-def test_a_temperature_is_written_only_beside_models_of_the_run(tmp_path):
-    lent = tmp_path / "elsewhere/lent.pt"
-    lent.parent.mkdir()
-    for path in (lent, tmp_path / "own.pt"):
-        path.touch()
-        save_temperature(str(path), 0.75, str(tmp_path / "figures.json"))
-        assert path.with_suffix(".sampling.json").is_file() == (path != lent)
-    save_temperature(str(lent), 0.5, None)
-    assert read_json(tmp_path / "elsewhere/lent.sampling.json")["temperature"] == 0.5
-    save_temperature("gpt2", 0.5, None)
-    assert not list(Path().glob("*.sampling.json"))
 
 
 def test_the_test_split_is_a_file_of_its_own(tmp_path, corpus, generator):
@@ -223,14 +208,15 @@ def test_the_beginning_of_generated_text_is_found(reading, tmp_path, monkeypatch
     monkeypatch.setattr("corpus.encode.PART_CHARACTERS", 100)
     printed = succeed("evaluate", **reading)
     assert sum(lengths) == 600 and max(lengths) < 200
-    place = int(re.search(r"begins after (\d+) characters \(K = \1 of 600", printed)[1])
-    low, high = map(int, re.search(r"interval: (\d+) to (\d+) of 600", printed).groups())
+    place = int(re.search(r"wrote everything in mixed.txt after character (\d+)", printed)[1])
+    low, high = map(int, re.search(r"interval: characters (\d+) to (\d+)", printed).groups())
+    assert "Without a reader this assumes temperature 1" in printed
     assert low <= 300 <= high
     assert abs(place - 300) < 20
     page = (tmp_path / "mixed.crossover.html").read_text()
     (shown,) = re.findall(r'<div class="text" dir="auto">(.*)</div>', page, re.DOTALL)
     text = (tmp_path / "mixed.txt").read_text()
-    assert re.sub("<[^>]+>", "", shown) == f"{text[:place]}K{text[place:]}"
+    assert re.sub("<[^>]+>", "", shown) == f"{text[:place]}1{text[place:]}"
     shades = [float(share) for share in re.findall(r"--p: ([\d.]+)", page)]
     assert shades == sorted(shades, reverse=True)
 
@@ -243,15 +229,14 @@ def test_the_beginning_of_generated_text_is_found(reading, tmp_path, monkeypatch
         "WARNING: weak.pt is not shown to predict where its generator begins to write: R2 .*\n",
         finished.err,
     )
-    assert finished.out.startswith(
-        "natural.txt is most likely natural to its end (K = 300 of 300 tokens)."
-    )
-    assert 'id="k"' not in (tmp_path / "natural.crossover.html").read_text()
+    assert "natural.txt: no text of the generator of weak.pt is found." in finished.out
+    assert 'id="k1"' not in (tmp_path / "natural.crossover.html").read_text()
 
 
 # Options, and what the error says.
 REFUSED = """
 --reward_model_path None => text needs a reward model
+--reward_model_path generator.pt => is a generator without a reader: python -m reward.fit_reader
 --reward_model_path last.pt => the head of last.pt has no output per token
 --samples 5 => samples is ignored with text
 --output_path ./mixed.txt => the page would overwrite mixed.txt
@@ -264,7 +249,8 @@ REFUSED = """
 
 
 @pytest.mark.parametrize("line", REFUSED.strip().splitlines())
-def test_a_text_that_cannot_be_read_is_refused(reading, reward_model, tmp_path, line):
+def test_a_text_that_cannot_be_read_is_refused(reading, reward_model, generator, tmp_path, line):
+    (tmp_path / "generator.pt").symlink_to(generator)
     (tmp_path / "last.pt").symlink_to(reward_model)
     (tmp_path / "zero.txt").touch()
     (tmp_path / "one.txt").write_text("a")

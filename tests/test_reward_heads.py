@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from common.process import UserError
 from losses import MAX_LOG_RATIO
 from model import GPT, GPTConfig
-from reward.heads import LikelihoodRewardModel, build_reward_model
+from reward.heads import LikelihoodRewardModel, build_reward_model, log_mixture_ratio
 from training.checkpoint import check_fit, load_checkpoint, save_checkpoint
 
 N, V = 12, 5
@@ -76,9 +76,11 @@ def test_evidence_is_of_the_mixture_of_both_models_and_shares_are_those_of_bayes
 
 def test_the_evidence_of_one_token_is_bounded():
     log_ratios = torch.tensor([math.inf, 50.0])
-    assert reward_model().over_generator(log_ratios).tolist() == pytest.approx([MAX_LOG_RATIO] * 2)
+    assert log_mixture_ratio(log_ratios, reward_model().mixture).tolist() == pytest.approx(
+        [MAX_LOG_RATIO] * 2
+    )
     half = math.log(0.5 * math.exp(MAX_LOG_RATIO) + 0.5)
-    evidence = reward_model(mixture=0.0).over_generator(log_ratios)
+    evidence = log_mixture_ratio(log_ratios, torch.tensor(0.0))
     assert evidence.tolist() == pytest.approx([half] * 2)
 
 

@@ -1,0 +1,598 @@
+"""Measure how well readers find where a model's own writing begins: ours against its peers.
+
+    python benchmarks/detect.py --model_path logs/reward_model.pt --dataset shakespeare_play
+
+All methods are fitted on the same crossover samples of natural blocks, and measured on the same
+samples of unseen blocks. A peer's scores of tokens, with a scale and an offset fitted, are evidence
+as that of our reader is. SeqXGPT is trained on the samples. "today" is log m/q at temperature 1.
+--generator takes a Hugging Face model instead. --natural_file adds texts with one generated
+passage, and natural ones. Writes results.json; samples are kept in out_dir, so that an interrupted
+run continues there.
+Shapes: n texts of T tokens, B of them at a time, V token ids, C columns of a method, b blocks.
+"""
+
+import random
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.task_trl import paragraphs
+from common.device import float64, random_stream, select_device
+from common.files import load_state, save_state, write_json
+from common.log import print0, progress
+from common.process import require, run_main
+from common.settings import Errors, Settings, parse_settings, setting
+from data_loader import evenly_spaced, open_corpus, open_token_file, text_rows, validation_part
+from generation.prompts import draw_crossovers
+from interop.causal import CausalModel, CausalReader
+from interop.crossover_reward import load_model, load_tokenizer
+from metrics.intervals import block_means, format_figure, mean_figures
+from metrics.reward_skill import measure_skill
+from reward.fit_reader import make_reader
+from reward.reader import FIT_BLOCKS, Reader, parse_way
+from reward.reading import TAIL, WINDOWS, Reading, crossover_posterior, in_windows
+from training import checkpoint as ckpt
+
+OTHER_WAYS = ("0.9:0.95", "0.7:0.8")  # no method is fitted on them
+LENGTH = 64  # tokens of a block of a Hugging Face model's text
+SEED = 42
+# SeqXGPT: channels, passes over the samples, samples of a step, held-out share of the blocks
+WIDTH = 64
+EPOCHS = 30
+BATCH = 64
+HELD_OUT = 0.2
+EDITED = 10  # one of so many tokens
+PASSAGES = (50, 100, 200)  # tokens
+TEXT_TOKENS = 500  # of a text with a passage
+ALARM_TOKENS = 250  # of a natural text
+LENGTHS = (100, 250, 1000)  # tokens of texts with one crossover
+ALARM_TEXTS = 500
+Method = Callable[[dict[str, Tensor]], Tensor]  # columns to log P(K) (n, T)
+
+
+@dataclass
+class DetectSettings(Settings):
+    """Compare our reader of a model with its peers."""
+
+    model_path: str | None = setting(None, model_file="optional")
+    """a likelihood reward model, or a generator alone"""
+    dataset: str = "shakespeare_play"
+    """its corpus: the select part of val.bin fits"""
+    split: str = "test"
+    """the figures are of blocks of this token file of the corpus"""
+    generator: str | None = None
+    """a folder or hub name of a Hugging Face model, in place of model_path"""
+    text: tuple[str, ...] = ()
+    """its natural text, UTF-8 files; none: descriptions of the installed packages"""
+    samples: int = setting(2000, minimum=40)
+    """samples to measure for each way of sampling"""
+    natural_file: str | None = None
+    """other natural text: a token file, or UTF-8 for a Hugging Face model; None: no passages"""
+    other_path: str | None = None
+    """another model, whose text should get a warning: as model_path or generator"""
+    num_texts: int = setting(200, minimum=8)
+    """texts with a passage, and texts for warnings, for each way of sampling"""
+    out_dir: str = "out/detect"
+    """folder of the samples and of results.json"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps; a Hugging Face model chooses its own"""
+
+    def check_settings(self, errors: Errors) -> None:
+        """Check that there is one model."""
+        is_one = (self.model_path is None) != (self.generator is None)
+        errors.check(is_one, "one of model_path and generator is required")
+
+
+def main() -> None:
+    settings = parse_settings(DetectSettings, "detect")
+    out = Path(settings.out_dir)
+    model = settings.model_path or settings.generator
+    reader = open_reader(settings, model)
+    fit_blocks, blocks = read_blocks(settings, reader)
+    today = None
+    if reader.pair is not None:
+        today = Reader(reader.pair, reader.length, ("1",))
+    fitted = draw_samples(reader, fit_blocks, reader.ways, 1, out / "fit.pt")
+    methods = fit_methods(reader, today, fitted)
+    num_each = -(-settings.samples // len(blocks))
+    ways = (*reader.ways, *OTHER_WAYS)
+    report = draw_samples(reader, blocks, ways, num_each, out / "report.pt")
+    results: dict[str, Any] = {"rows": measure_rows(reader, methods, report, ways)}
+    write_json(out / "results.json", results)
+    results["texts"] = measure_texts(reader, report, settings)
+    write_json(out / "results.json", results)
+    if settings.natural_file is not None:
+        results["passages"] = measure_passages(reader, settings)
+        write_json(out / "results.json", results)
+
+
+def open_reader(settings: DetectSettings, path: Any) -> Any:
+    """Return an unfitted reader of a model."""
+    if settings.generator is None:
+        device = select_device(settings.device)
+        return make_reader(ckpt.load_checkpoint(path), path, device)
+    tokenizer = load_tokenizer(path)
+    model = CausalModel(load_model(path).eval(), len(tokenizer))
+    return CausalReader(model, LENGTH, start=tokenizer(text="")["input_ids"])
+
+
+def read_blocks(settings: DetectSettings, reader: Any) -> tuple[Tensor, Tensor]:
+    """Return natural blocks (b, T) to fit, and those to measure."""
+    if settings.generator is None:
+        corpus = open_corpus(settings.dataset, 2)
+        path = corpus.folder / f"{settings.split}.bin"
+        unseen = open_token_file(path, settings.split, corpus.tokenizer.vocab_size)
+        parts = []
+        for tokens in (validation_part(corpus.val, reader.length, "select"), unseen):
+            ids = torch.from_numpy(tokens.astype(np.int64))
+            parts.append(ids.unfold(0, reader.length, reader.length))
+        return spread(parts[0], FIT_BLOCKS), spread(parts[1], settings.samples)
+    texts = [Path(name).read_text(encoding="utf-8") for name in settings.text]
+    if not texts:
+        texts = paragraphs()
+        random.Random(0).shuffle(texts)
+    ids = torch.tensor(load_tokenizer(settings.generator)(text="\n\n".join(texts))["input_ids"])
+    blocks = ids.unfold(0, LENGTH, LENGTH)
+    order = torch.from_numpy(random_stream(0, "blocks").permutation(len(blocks)))
+    num_fit = min(256, len(blocks) // 2)
+    blocks = blocks[order]
+    return spread(blocks[:num_fit], FIT_BLOCKS), blocks[num_fit : num_fit + 500]
+
+
+def spread(rows: Tensor, most: int) -> Tensor:
+    """Return at most so many rows (n, ...), evenly spaced."""
+    count = min(most, len(rows))
+    return rows[evenly_spaced(np.arange(count), len(rows), count)]
+
+
+def draw_samples(
+    reader: Any, blocks: Tensor, ways: tuple[str, ...], num_each: int, path: Path
+) -> dict[str, Any]:
+    """Return the blocks (b, T), and ids (n, T), K (n,) and blocks (n,) of each way's samples.
+
+    K is uniform. The samples of a block are side by side. They are kept in the file `path`.
+    """
+    samples: dict[str, Any] = {"blocks": blocks}
+    if path.exists():
+        samples = load_state(path)
+        is_same = torch.equal(samples["blocks"], blocks)
+        require(is_same, f"{path} has samples of other blocks: use another out_dir")
+    natural = blocks.repeat_interleave(num_each, 0)
+    for way in ways:
+        if way not in samples:
+            draw = random_stream(SEED, path.stem, way)
+            uniforms = draw.random(len(natural))
+            K = torch.from_numpy(draw_crossovers(uniforms, reader.length, reader.distinct))
+            ids = reader.write(natural, K, parse_way(way), int(draw.integers(2**31))).cpu()
+            block = torch.arange(len(blocks)).repeat_interleave(num_each)
+            samples[way] = (ids, K, block)
+            save_state(path, samples)
+            print0(f"{path.stem}: {len(ids):,} samples at {way}")
+    return samples
+
+
+# --------------------------------------------------------------------------------------------------
+# peers: scores of the following ids (B, T - 1) from logits (B, T - 1, V) before them
+
+
+def log_rank(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the logarithm of each token's rank, as in GLTR (arXiv:1906.04043)."""
+    own = logits.gather(-1, ids[..., None])
+    ranks = [(row > of_row).sum(-1) for row, of_row in zip(logits, own, strict=True)]
+    return torch.stack(ranks).add(1).log()
+
+
+def cross_entropy(natural: Tensor, logits: Tensor) -> Tensor:
+    """Return the cross-entropy of p and q, by which Binoculars divides (arXiv:2401.12070)."""
+    return -(natural.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+
+def look_at(reader: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Return each method's columns (B, T, C) of texts (B, T); those of our reader are numbers."""
+    outputs = reader.outputs(ids)
+    reader.outputs = lambda _: outputs  # the models need not read the texts again
+    numbers = reader.numbers(ids)
+    del reader.outputs
+    logits = outputs[1].float()
+    following = ids[:, 1:]
+    log_q = numbers[:, 1:, 1]
+    # Fast-DetectGPT (arXiv:2310.05130, equation 3) is one of the reader's own numbers.
+    scores = {
+        "log q": [log_q],
+        "log rank": [log_rank(logits, following)],
+        "Fast-DetectGPT": [numbers[:, 1:, 3]],
+    }
+    trained_on = numbers[..., 1:2]
+    if reader.pair is not None:
+        p = reader.pair.natural
+        natural = p.logits(p.trunk(ids[:, :-1])).float()
+        scores["Binoculars"] = [log_q, cross_entropy(natural, logits)]
+        trained_on = numbers[..., :2]  # log p/q too
+    columns = {"reader": numbers, "SeqXGPT": trained_on}
+    for name, of_peer in scores.items():
+        columns[name] = F.pad(torch.stack(of_peer, -1), (0, 0, 1, 0))  # 0 for the first token
+    return columns
+
+
+@torch.no_grad()
+def look(reader: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Return each method's columns (n, T, C) of texts (n, T)."""
+    rows = progress("Reading samples", iterable=ids.to(reader.device).split(WINDOWS))
+    parts = [look_at(reader, part) for part in rows]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+class SeqXGPT(nn.Module):
+    """Convolutions and self-attention over log-probabilities, a label a token (arXiv:2310.08903).
+
+    It returns the log-odds (n, T, 1) that a token is natural, from columns (n, T, C).
+    """
+
+    def __init__(self, num_columns: int, length: int) -> None:
+        super().__init__()
+        self.convolution = nn.Sequential(
+            nn.Conv1d(num_columns, WIDTH, 5, padding=2),
+            nn.ReLU(),
+            nn.Conv1d(WIDTH, WIDTH, 5, padding=2),
+            nn.ReLU(),
+        )
+        self.position = nn.Parameter(torch.zeros(length, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
+        self.attention = nn.TransformerEncoder(layer, 2)
+        self.label = nn.Linear(WIDTH, 1)
+
+    def forward(self, columns: Tensor) -> Tensor:
+        hidden = self.convolution(columns.transpose(1, 2)).transpose(1, 2)
+        return self.label(self.attention(hidden + self.position))
+
+
+def train_seqxgpt(columns: Tensor, crossovers: Tensor, is_held_out: Tensor) -> SeqXGPT:
+    """Train on texts (n, T, C) and keep the pass with the least loss on the held-out ones.
+
+    Texts that are natural to their end count for half, as in the fits of the others.
+    """
+    torch.manual_seed(SEED)
+    T = columns.size(1)
+    network = SeqXGPT(columns.size(2), T).to(columns.device)
+    labels = (torch.arange(T, device=columns.device) < crossovers[:, None]).float()
+    is_natural = crossovers == T
+    weights = torch.where(is_natural, 0.5 / is_natural.float().mean(), 0.5)[:, None]
+    weights[~is_natural] /= (~is_natural).float().mean()
+    optimizer = torch.optim.AdamW(network.parameters())
+
+    def loss_of(rows: Tensor) -> Tensor:
+        log_odds = network(columns[rows])[..., 0]
+        return F.binary_cross_entropy_with_logits(log_odds, labels[rows], weights[rows])
+
+    trained = (~is_held_out).nonzero()[:, 0]
+    least = float("inf")
+    best = network
+    for _ in progress("SeqXGPT", iterable=range(EPOCHS)):
+        network.train()
+        for rows in trained[torch.randperm(len(trained))].split(BATCH):
+            optimizer.zero_grad()
+            loss_of(rows).backward()
+            optimizer.step()
+        network.eval()
+        with torch.no_grad():
+            loss = loss_of(is_held_out).item()
+        if loss < least:
+            least = loss
+            best = deepcopy(network)
+    return best
+
+
+def fit_scale(columns: Tensor, crossovers: Tensor) -> nn.Linear:
+    """Return the scales and the offset that make evidence (n, T, 1) of columns (n, T, C).
+
+    They are fitted by -log P(K), as our reader is: half is that of texts natural to their end.
+    """
+    scale = nn.Linear(columns.size(2), 1).to(columns.device)
+    nn.init.zeros_(scale.weight)
+    optimizer = torch.optim.LBFGS(scale.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+    is_natural = crossovers == columns.size(1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        log_p = crossover_posterior(scale(columns)).gather(1, crossovers[:, None] - 1)
+        loss = -(log_p[is_natural].mean() + log_p[~is_natural].mean()) / 2
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return scale
+
+
+def fit_methods(reader: Any, today: Any, samples: dict[str, Any]) -> dict[str, Method]:
+    """Fit the reader and its peers to samples; return all methods by name, the reader first."""
+    blocks = samples["blocks"]
+    count = len(blocks)
+    texts = torch.cat([blocks, *(samples[way][0] for way in reader.ways)])
+    end = torch.full((count,), reader.length)
+    K = torch.cat([end, *(samples[way][1] for way in reader.ways)]).to(reader.device)
+    columns = look(reader, texts)
+    block = torch.arange(len(texts), device=K.device) % count
+    # the samples that its peers have
+    reader.make_texts = lambda *_: (columns["reader"], K, block)
+    reader.measure = lambda _: None
+    reader.fit(blocks, blocks)
+    methods: dict[str, Method] = {"reader": lambda seen: posterior_of(reader, seen["reader"])}
+    if today is not None:
+        # Its numbers are the first of our reader's: the next is log q at temperature 1.
+        methods["today"] = lambda seen: posterior_of(today, seen["reader"][..., :5])
+    is_held_out = block >= (1 - HELD_OUT) * count
+    for name in columns.keys() - {"reader"}:
+        methods[name] = fit_peer(name, columns[name], K, is_held_out)
+    return methods
+
+
+def posterior_of(reader: Any, numbers: Tensor) -> Tensor:
+    """Return log P(K) (n, T) by a reader, from the numbers (n, T, F) of texts."""
+    return crossover_posterior(reader.evidence(numbers))
+
+
+def fit_peer(name: str, columns: Tensor, crossovers: Tensor, is_held_out: Tensor) -> Method:
+    """Fit a peer to columns (n, T, C) of texts and their K (n,)."""
+    if name != "SeqXGPT":
+        scale = fit_scale(columns, crossovers)
+        return lambda seen: crossover_posterior(scale(seen[name]))
+    network = train_seqxgpt(columns, crossovers, is_held_out)
+    with torch.no_grad():
+        log_odds = network(columns[is_held_out])
+    scale = fit_scale(log_odds, crossovers[is_held_out])
+    return lambda seen: crossover_posterior(scale(network(seen[name])))
+
+
+# --------------------------------------------------------------------------------------------------
+# figures
+
+
+def expected(log_posterior: Tensor) -> Tensor:
+    """Return E[K] (n,) if there is a crossover, from log P(K) (n, T)."""
+    written = log_posterior[:, :-1].softmax(1)
+    return written @ torch.arange(1.0, log_posterior.size(1), dtype=written.dtype)
+
+
+def bounds(log_posterior: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ends (n,) of the 95% intervals of K, from log P(K) (n, T)."""
+    more = 1 - log_posterior.exp().cumsum(1)  # P(K > 1), ..., P(K > T)
+    low = 1 + (more > 1 - TAIL).sum(1)
+    high = 1 + (more > TAIL).sum(1)
+    return low, high
+
+
+def figures_of(
+    of_natural: Tensor, of_written: Tensor, label: Tensor, block: Tensor
+) -> dict[str, Any]:
+    """Return the figures of a method from log P(K) of natural texts and of samples (n, T).
+
+    Coverage is of texts half of which are natural to their end; the rest is of the samples.
+    """
+    T = of_written.size(1)
+    figures = measure_skill(expected(of_written) / T, label / T, block, T)
+    low, high = bounds(of_written)
+    is_covered = (low <= label) & (high >= label)
+    figures["width"] = (high - low).double().median().item()
+    is_natural_covered = bounds(of_natural)[1] == T
+    figures["coverage"] = (
+        is_covered.double().mean() + is_natural_covered.double().mean()
+    ).item() / 2
+    return figures
+
+
+def difference(ours: Tensor, theirs: Tensor, num_each: int) -> dict[str, Any]:
+    """Return the mean of ours - theirs (n,), its interval by blocks of samples, and a verdict."""
+    figures: dict[str, Any] = mean_figures("difference", block_means(ours - theirs, num_each))
+    figures["verdict"] = "no difference shown"
+    if figures["difference_low"] is not None:
+        if figures["difference_high"] < 0:
+            figures["verdict"] = "better"
+        if figures["difference_low"] > 0:
+            figures["verdict"] = "worse"
+    return figures
+
+
+@torch.no_grad()
+def measure_rows(
+    reader: Any, methods: dict[str, Method], samples: dict[str, Any], ways: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return the figures of every method, and ours compared with others, by way of sampling."""
+    blocks = samples["blocks"]
+    natural = look(reader, blocks)
+    of_natural = {name: float64(method(natural)) for name, method in methods.items()}
+    results = {}
+    for way in ways:
+        ids, K, block = samples[way]
+        columns = look(reader, ids)
+        row: dict[str, Any] = {}
+        errors = {}
+        for name, method in methods.items():
+            posterior = float64(method(columns))
+            row[name] = figures_of(of_natural[name], posterior, K, block)
+            errors[name] = (expected(posterior) - K).abs()
+            print0(
+                f"{way}, {name}: R2 {format_figure(row[name], 'r2', '.3f')}, mean error "
+                f"{row[name]['mae_tokens']:.1f} tokens, coverage {row[name]['coverage']:.3f}, "
+                f"width {row[name]['width']:.0f}"
+            )
+        peers = errors.keys() - {"reader", "today"}
+        row["best_peer"] = min(peers, key=lambda name: row[name]["mae_tokens"])
+        for name in {row["best_peer"], "today"} & errors.keys():
+            found = difference(errors["reader"], errors[name], len(ids) // len(blocks))
+            row[f"than {name}"] = found
+            shown = format_figure(found, "difference", ".2f")
+            print0(f"{way}: {found['verdict']} than {name}, error {shown}")
+        results[way] = row
+    return results
+
+
+def unusual(readings: list[Reading]) -> float:
+    """Return the share of texts that get a warning."""
+    return float(np.mean([not reading.is_usual for reading in readings]))
+
+
+def calibration(natural: list[Reading], written: list[Reading]) -> list[dict[str, float]]:
+    """Return P(all natural), predicted and found, in ten bins of texts, half of them natural."""
+    predicted = torch.tensor([reading.all_natural for reading in natural + written])
+    is_natural = (torch.arange(len(predicted)) < len(natural)).float()
+    weight = torch.where(is_natural > 0, 1 / len(natural), 1 / len(written))
+    bins = []
+    for number in range(10):
+        rows = (predicted * 10).long().clamp(max=9) == number
+        total = weight[rows].sum().clamp(min=1e-9)
+        shares = {
+            "predicted": (weight * predicted)[rows].sum() / total,
+            "found": (weight * is_natural)[rows].sum() / total,
+        }
+        figures = {name: value.item() for name, value in shares.items()}
+        bins.append({"texts": int(rows.sum()), **figures})
+    return bins
+
+
+def edit(ids: Tensor, crossovers: Tensor, natural: Tensor) -> Tensor:
+    """Replace every tenth token after K by one from a random place of natural blocks (b, T)."""
+    places = random_stream(SEED, "edit").integers(natural.numel(), size=tuple(ids.shape))
+    after = torch.arange(ids.size(1)) - crossovers[:, None]  # 0 for the first written token
+    is_edited = (after >= 0) & (after % EDITED == EDITED - 1)
+    return torch.where(is_edited, natural.flatten()[torch.from_numpy(places)], ids)
+
+
+@torch.no_grad()
+def measure_texts(reader: Any, samples: dict[str, Any], settings: DetectSettings) -> dict[str, Any]:
+    """Return warnings by kind of text, bins of P(all natural), and our figures of edited texts."""
+    count = settings.num_texts
+    blocks = samples["blocks"]
+    readings = {"natural": [reader.read(ids) for ids in blocks]}
+    written = []
+    edited = {}
+    of_natural = float64(posterior_of(reader, look(reader, blocks)["reader"]))
+    for way in reader.ways:
+        ids, K, block = samples[way]
+        readings[way] = [reader.read(row) for row in spread(ids, count)]
+        written += readings[way]
+        changed = edit(ids, K, blocks)
+        readings[f"{way}, edited"] = [reader.read(row) for row in spread(changed, count)]
+        of_edited = float64(posterior_of(reader, look(reader, changed)["reader"]))
+        edited[way] = figures_of(of_natural, of_edited, K, block)
+    if settings.other_path is not None:
+        other = open_reader(settings, settings.other_path)
+        natural = spread(blocks, count)
+        start = torch.ones(len(natural), dtype=torch.int64)
+        ids = other.write(natural, start, parse_way("1"), SEED).cpu()
+        readings["other model"] = [reader.read(row) for row in ids]
+    warnings = {kind: unusual(of_kind) for kind, of_kind in readings.items()}
+    print0(f"Share of texts with a warning: {warnings}")
+    bins = calibration(readings["natural"], written)
+    return {"warnings": warnings, "all_natural": bins, "edited": edited}
+
+
+# --------------------------------------------------------------------------------------------------
+# passages
+
+
+def write_on(reader: Any, natural: Tensor, starts: Tensor, way: str) -> Tensor:
+    """Return texts (n, N) that the model writes from token numbers starts (n,) on.
+
+    It writes in windows of T tokens, in which the last T/2 tokens before are the context.
+    """
+    N = natural.size(1)
+    T = reader.length
+    ids = F.pad(natural, (0, T))
+    ends = starts
+    seed = SEED
+    while (ends < N).any():
+        first = (ends - T // 2).clamp(min=0)
+        places = first[:, None] + torch.arange(T)
+        windows = ids.gather(1, places)
+        written = reader.write(windows, ends - first, parse_way(way), seed).cpu()
+        ids = ids.scatter(1, places, written)
+        ends = (first + T).clamp(max=N)
+        seed += 1
+    return ids[:, :N]
+
+
+@torch.no_grad()
+def measure_passages(reader: Any, settings: DetectSettings) -> dict[str, Any]:
+    """Return false alarms on natural texts, and what the reader says of texts with one passage."""
+    name = str(settings.natural_file)
+    if settings.generator is None:
+        tokens = open_token_file(name, "natural", reader.generator.config.vocab_size)
+    else:
+        text = Path(name).read_text(encoding="utf-8")
+        tokens = np.array(load_tokenizer(settings.generator)(text=text)["input_ids"])
+
+    def texts_of(count: int, length: int) -> Tensor:
+        starts = evenly_spaced(np.arange(count), len(tokens) - length, count)
+        return text_rows(tokens, starts, length)
+
+    def evidence(rows: Tensor) -> Tensor:
+        return reader.evidence(reader.numbers(rows.to(reader.device)))
+
+    lengths_found: dict[str, Any] = {}
+    for length in LENGTHS:
+        rows = texts_of(settings.num_texts, length)
+        uniforms = random_stream(SEED, "lengths", length).random(len(rows))
+        K = torch.from_numpy(draw_crossovers(uniforms, length))
+        for way in ("1", "0.7:0.9"):
+            errors = []
+            is_held = []
+            for ids, label in zip(write_on(reader, rows, K, way), K.tolist(), strict=True):
+                posterior = crossover_posterior(in_windows(evidence, ids, reader.length)[None])
+                errors.append(abs(expected(float64(posterior)).item() - label))
+                reading = reader.read(ids)
+                is_held.append(reading.low <= label <= reading.high)
+            error = torch.tensor(errors, dtype=torch.float64, device="cpu")
+            figures: dict[str, Any] = mean_figures("error", error)
+            figures["median"] = error.median().item()
+            figures["coverage"] = float(np.mean(is_held))
+            lengths_found[f"{length} tokens, {way}"] = figures
+            print0(f"{length} tokens, {way}: {figures}")
+    alarms = [reader.read(ids) for ids in texts_of(ALARM_TEXTS, ALARM_TOKENS)]
+    results: dict[str, Any] = {
+        "lengths": lengths_found,
+        "false_alarms": float(np.mean([len(reading.passages) > 0 for reading in alarms])),
+        "natural_warnings": unusual(alarms),
+    }
+    print0(f"Natural texts: {results}")
+    natural = texts_of(settings.num_texts, TEXT_TOKENS)
+    draw = random_stream(SEED, "passages")
+    starts = torch.from_numpy(draw.integers(100, 201, len(natural)))
+    lengths = torch.tensor(PASSAGES).repeat(len(natural))[: len(natural)]
+    places = torch.arange(TEXT_TOKENS)
+    is_written = (places >= starts[:, None]) & (places < (starts + lengths)[:, None])
+    for way in reader.ways:
+        written = write_on(reader, natural[:, : 200 + max(PASSAGES)], starts, way)
+        written = F.pad(written, (0, TEXT_TOKENS - written.size(1)))
+        scores = []
+        is_found = []
+        for ids, truth in zip(torch.where(is_written, written, natural), is_written, strict=True):
+            reading = reader.read(ids)
+            posterior = crossover_posterior(in_windows(evidence, ids, reader.length)[None])[0]
+            of_crossover = 1 - float64(posterior).exp().cumsum(0) + float64(posterior).exp()
+            said = torch.stack((reading.natural, of_crossover))
+            scores.append((said - (~truth).double()).square().mean(1))
+            is_found.append(any(truth[first:end].any() for first, end in reading.passages))
+        brier = torch.stack(scores)  # (n, 2)
+        found = torch.tensor(is_found).double()
+        results[way] = {
+            "brier": brier[:, 0].mean().item(),
+            "brier_one_crossover": brier[:, 1].mean().item(),
+            **difference(brier[:, 0], brier[:, 1], 1),
+            "found": {str(size): found[lengths == size].mean().item() for size in PASSAGES},
+        }
+        print0(f"{way}: {results[way]}")
+    return results
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,317 @@
+"""A reader of a model: the evidence that tokens are natural, whatever way the model was sampled.
+
+    python -m reward.fit_reader --model_path logs/reward_model.pt --dataset shakespeare
+
+The generator's distribution q_s under each way of sampling s (temperature, top-p, top-k) is known
+from its logits. With a natural model, natural text is the mixture m of a likelihood reward model.
+With a generator alone, log m - log q of a token is a linear function of what the generator says of
+it. Fitted are w or this function, the scale of the evidence, and what usual texts are like.
+Shapes: B texts of T tokens, V token ids, S ways of sampling, F numbers of a token, C channels.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from common.device import float64, random_stream
+from common.files import load_state, reading, save_state
+from common.log import format_metrics, print0, progress
+from common.process import explaining, require
+from data_loader import evenly_spaced
+from generation.completions import Completer
+from generation.prompts import draw_crossovers
+from generation.sampling import Sampling
+from losses import token_log_probs
+from metrics.reward_skill import measure_skill
+from reward.heads import LikelihoodRewardModel, log_mixture_ratio
+from reward.mixture import minimize
+from reward.reading import TAIL, WINDOWS, Reading, crossover_posterior, in_windows, read
+
+# The ways of sampling for which a reader is fitted, as TEMPERATURE:TOP_P:TOP_K
+WAYS = ("1", "0.8", "0.6", "1.2", "1:0.9", "0.7:0.9", "1:1:40", "0")
+SEED = 42  # of the samples
+FIT_BLOCKS = 160  # natural texts; the model also writes the end of each, in each way
+REPORT_BLOCKS = 64
+GREEDY = 1e-3  # the temperature that stands for 0
+OTHER_SHARE = 0.01  # of written tokens that q_s may exclude, as after an edit
+DESCRIBED = 4  # numbers that describe a text
+CHUNK = 2**20  # logits described at a time
+PENALTY = 1.0  # on the squared weights of hidden states
+MOST_UNUSUAL = 0.975  # quantile of the distances from texts of other blocks: near enough
+# Nats per token by which log-probabilities of one model may differ between two precisions
+MAX_DIFFERENCE = 0.05
+FITTED = ("learned", "log_scale", "mean", "std", "texts", "bound", "known")
+SHOWN = ("r2", "mae_tokens", "median_tokens", "coverage")
+WAY_OUT = "fit the reader again"
+
+
+def parse_way(text: str) -> Sampling:
+    """Return the way of sampling in a text TEMPERATURE, TEMPERATURE:TOP_P or
+    TEMPERATURE:TOP_P:TOP_K. Raise UserError for another text.
+    """
+    values = ["1", "1", "0"]
+    given = text.split(":")
+    values[: len(given)] = given
+    with explaining(f"sampling={text}", "give TEMPERATURE:TOP_P:TOP_K, as 0.7:0.9"):
+        temperature, top_p, top_k = values
+        return Sampling(float(temperature), int(top_k) or None, float(top_p))
+
+
+def way_log_probs(log_q: Tensor, ids: Tensor, ways: Sequence[Sampling]) -> Tensor:
+    """Return log q_s (n, S) of ids (n,) from log q (n, V); -inf if s excludes them.
+
+    Without sorting all tokens: the mass of a nucleus is at least top_p, and at most this and the
+    probability of its least likely token. It is taken for top_p, or for that of the first token.
+    """
+    own = log_q.gather(-1, ids[:, None])
+    is_likelier = log_q > own
+    rank = is_likelier.sum(-1)
+    of_ways = []
+    for way in ways:
+        scores = log_q / max(way.temperature, GREEDY)
+        kept = scores
+        if way.top_k is not None:
+            kept = scores.topk(min(way.top_k, log_q.size(-1))).values
+        total = kept.logsumexp(-1)
+        log_probs = scores.gather(-1, ids[:, None])[:, 0] - total
+        is_excluded = rank >= kept.size(-1)
+        if way.top_p < 1:
+            q = (scores - total[:, None]).exp()
+            is_excluded |= (q * is_likelier).sum(-1) >= way.top_p
+            log_probs = log_probs - q.amax(-1).clamp(min=way.top_p).log()
+        of_ways.append(log_probs.masked_fill(is_excluded, -torch.inf))
+    return torch.stack(of_ways, -1)
+
+
+class Reader:
+    """The numbers of each token from a model's logits, and the evidence that they are.
+
+    Fitted are these tensors:
+    """
+
+    learned: Tensor  # (1,) the logit of w; with a generator alone (1 + F - S,) bias and weights
+    log_scale: Tensor  # () of the evidence: calibrates the posterior
+    mean: Tensor  # (F - S,) of the numbers of the fitted texts
+    std: Tensor  # (F - S,)
+    texts: Tensor  # (n, DESCRIBED): the mean standardized numbers of the fitted texts
+    bound: Tensor | None  # (): the largest usual distance from these; None before the fit
+    known: Tensor  # (2,): see `probe`
+    distinct: int | None = None  # crossovers of the samples; None: all
+
+    def __init__(self, model: Any, length: int, ways: Sequence[str] = WAYS) -> None:
+        """model: a LikelihoodRewardModel, or a generator. length: T, tokens of a text to fit."""
+        self.pair = None
+        self.generator = model
+        if isinstance(model, LikelihoodRewardModel):
+            self.pair = model
+            self.generator = model.generator
+            self.learned = model.mixture.detach().reshape(1).clone().requires_grad_()
+        self.device = next(self.generator.parameters()).device
+        self.log_scale = torch.zeros((), device=self.device, requires_grad=True)
+        self.bound = None
+        self.length = length
+        self.ways = tuple(ways)
+        self.figures: dict[str, dict[str, Any]] = {}  # by way of sampling: see `measure`
+
+    def outputs(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the models say of tokens (B, T) but the first.
+
+        These are log p (B, T - 1), or 0 without a natural model, the generator's logits
+        (B, T - 1, V), and hidden states (B, T - 1, C), of which our own models have none.
+        """
+        before = ids[:, :-1]
+        logits = self.generator.logits(self.generator.trunk(before))
+        natural = torch.zeros((), device=self.device)
+        if self.pair is not None:
+            p = self.pair.natural
+            natural = token_log_probs(p.logits(p.trunk(before)), ids[:, 1:])
+        return natural, logits, logits[..., :0]
+
+    def write(self, natural: Tensor, crossovers: Tensor, way: Sampling, seed: int) -> Tensor:
+        """Return texts (n, T) int64 that keep K (n,) natural tokens; the generator writes the rest.
+
+        natural: (n, T) int64.
+        """
+        draw = random_stream(seed, "reader")
+        uniforms = torch.from_numpy(draw.random((*natural.shape, 1), dtype=np.float32)).mT
+        complete = Completer(self.generator, self.length)
+        return complete(natural, crossovers[:, None], uniforms, way).ids[:, 0]
+
+    @torch.no_grad()
+    def numbers(self, ids: Tensor) -> Tensor:
+        """Return the numbers (B, T, F) float32 of ids (B, T); 0 for the first token.
+
+        They are log p - log q, with log p = 0 without a natural model; log q; the entropy of q;
+        (log q + entropy) in standard deviations, as in Fast-DetectGPT (arXiv:2310.05130); hidden
+        states; and log q_s for each way of sampling.
+        """
+        ids = ids.to(self.device)
+        following = ids[:, 1:]
+        natural, logits, states = self.outputs(ids)
+        # A few positions at a time stay in a processor's cache.
+        size = max(1, CHUNK // logits.size(-1))
+        parts = zip(logits.flatten(0, 1).split(size), following.flatten().split(size), strict=True)
+        described = torch.cat([self.describe_tokens(*part) for part in parts])
+        described = described.view(*following.shape, -1)  # (B, T - 1, 3 + S)
+        ratio = natural - described[..., 0]
+        numbers = (ratio[..., None], described[..., :3], states.float(), described[..., 3:])
+        return F.pad(torch.cat(numbers, -1), (0, 0, 1, 0))
+
+    def describe_tokens(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Return the numbers (n, 3 + S) of ids (n,) from logits (n, V), as in `numbers`."""
+        # Padding ids have probability 0, and 0 times infinity would be NaN.
+        all_log_q = logits.float().log_softmax(-1).clamp(min=-1e4)
+        log_q = all_log_q.gather(-1, ids[:, None])[:, 0]
+        q = all_log_q.exp()
+        entropy = -(q * all_log_q).sum(-1)
+        variance = (q * all_log_q.square()).sum(-1) - entropy.square()
+        surprise = (log_q + entropy) / variance.clamp(min=1e-6).sqrt()
+        described = torch.stack((log_q, entropy, surprise.clamp(-10, 10)), -1)
+        ways = [parse_way(way) for way in self.ways]
+        return torch.cat((described, way_log_probs(all_log_q, ids, ways)), -1)
+
+    def evidence(self, numbers: Tensor) -> Tensor:
+        """Return evidence log m - log q_s (B, T, S) for numbers (B, T, F)."""
+        log_q = numbers[..., 1:2]
+        of_ways = numbers[..., -len(self.ways) :] + math.log1p(-OTHER_SHARE)
+        written = torch.logaddexp(of_ways, log_q + math.log(OTHER_SHARE))
+        if self.pair is not None:
+            natural = log_mixture_ratio(numbers[..., :1], self.learned)
+        else:
+            natural = self.standardized(numbers) @ self.learned[1:, None] + self.learned[0]
+        return (natural + log_q - written) * self.log_scale.exp()
+
+    def standardized(self, numbers: Tensor) -> Tensor:
+        """Return the numbers (..., F - S) of tokens (..., F) in units of their spread.
+
+        Those of the ways of sampling are left out.
+        """
+        return (numbers[..., : -len(self.ways)] - self.mean) / self.std
+
+    @torch.no_grad()
+    def read(self, ids: Tensor) -> Reading:
+        """Read a text of ids (n,)."""
+        numbers = in_windows(self.numbers, ids, self.length)[None].to(self.device)
+        evidence = self.evidence(numbers)[0]
+        if self.bound is None:
+            return read(evidence)
+        distance = torch.cdist(self.summary(numbers), self.texts).amin()
+        return read(evidence, bool(distance <= self.bound))
+
+    def summary(self, numbers: Tensor) -> Tensor:
+        """Return the mean standardized numbers (B, DESCRIBED) of texts (B, T, F)."""
+        return self.standardized(numbers)[:, 1:, :DESCRIBED].mean(1)
+
+    def make_texts(self, blocks: Tensor, most: int, part: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Return texts (n, T) from blocks (b, T) as numbers (n, T, F), K (n,) and blocks (n,).
+
+        At most `most` blocks, natural to the end (K = T), are followed by as many texts of each way
+        of sampling, with K uniform on [1, T - 1].
+        """
+        count = min(most, len(blocks))
+        chosen = blocks[evenly_spaced(np.arange(count), len(blocks), count)].to(self.device)
+        texts = [chosen]
+        crossovers = [torch.full((count,), self.length)]
+        ways = [parse_way(way) for way in self.ways]
+        for number, way in enumerate(ways):
+            draw = random_stream(SEED, part, number)
+            K = torch.from_numpy(draw_crossovers(draw.random(count), self.length, self.distinct))
+            texts.append(self.write(chosen, K, way, int(draw.integers(2**31))))
+            crossovers.append(K)
+        rows = progress("Reading samples", iterable=torch.cat(texts).split(WINDOWS))
+        numbers = torch.cat([self.numbers(ids) for ids in rows])
+        K = torch.cat(crossovers).to(self.device)
+        return numbers, K, torch.arange(len(K), device=self.device) % count
+
+    def fit(self, blocks: Tensor, unseen: Tensor) -> None:
+        """Fit to natural blocks (b, T) int64 and what the generator makes of them.
+
+        Measure it with other natural blocks.
+        """
+        numbers, crossovers, block = self.make_texts(blocks, FIT_BLOCKS, "select")
+        inputs = numbers[:, 1:, : -len(self.ways)]
+        self.mean = inputs.mean((0, 1))
+        self.std = inputs.std((0, 1)).clamp(min=1e-6)
+        if self.pair is None:
+            size = 1 + len(self.mean)
+            self.learned = torch.zeros(size, device=self.device, requires_grad=True)
+        is_natural = crossovers == self.length
+
+        def loss() -> Tensor:
+            """Return -log P(K): half is that of texts that are natural to their end."""
+            log_posterior = crossover_posterior(self.evidence(numbers))
+            log_p = log_posterior.gather(1, crossovers[:, None] - 1)
+            penalty = PENALTY * self.learned[1 + DESCRIBED :].square().sum()
+            return penalty - (log_p[is_natural].mean() + log_p[~is_natural].mean()) / 2
+
+        minimize([self.learned, self.log_scale], loss)
+        self.texts = self.summary(numbers)
+        distances = torch.cdist(self.texts, self.texts)
+        distances[block[:, None] == block] = torch.inf
+        self.bound = distances.amin(1).quantile(MOST_UNUSUAL, interpolation="lower")
+        self.known = self.probe()
+        self.measure(unseen)
+
+    @torch.no_grad()
+    def measure(self, blocks: Tensor) -> None:
+        """Set and print the figures of unseen natural blocks (b, T) int64, by way of sampling.
+
+        Those of `measure_skill` and the median error in tokens are of E[K] where the generator
+        wrote. Coverage is the share of texts, half of them natural to their end, whose K is in the
+        95 % interval.
+        """
+        numbers, crossovers, _ = self.make_texts(blocks, REPORT_BLOCKS, "report")
+        T = self.length
+        posterior = float64(crossover_posterior(self.evidence(numbers))).exp()  # (n, T)
+        K = crossovers.cpu()
+        own = posterior.gather(1, K[:, None] - 1)
+        at_most = posterior.cumsum(1).gather(1, K[:, None] - 1)
+        is_covered = float64((at_most > TAIL) & (at_most - own < 1 - TAIL))
+        written = posterior[:, :-1] / posterior[:, :-1].sum(1, keepdim=True)
+        expected = written @ float64(torch.arange(1, T))
+        natural, *of_ways = torch.arange(len(K)).chunk(1 + len(self.ways))
+        for way, rows in zip(self.ways, of_ways, strict=True):
+            figures = measure_skill(expected[rows] / T, K[rows] / T, natural, T)
+            figures["median_tokens"] = (expected[rows] - K[rows]).abs().median().item()
+            figures["coverage"] = is_covered[torch.cat((natural, rows))].mean().item()
+            self.figures[way] = figures
+            print0(f"  sampled at {way}: {format_metrics({name: figures[name] for name in SHOWN})}")
+
+    def describe(self) -> str:
+        """Return a line about what this reader was fitted on, and its error there."""
+        errors = [f"{values['mae_tokens']:.1f} ({way})" for way, values in self.figures.items()]
+        return (
+            "Mean error in tokens by way of sampling, temperature:top_p:top_k, on texts of "
+            f"{self.length} tokens with one crossover: {', '.join(errors)}."
+        )
+
+    def probe(self) -> Tensor:
+        """Return the mean log p/q and log q (2,) of a few tokens, by which the models are known."""
+        return self.numbers(torch.arange(self.length)[None] % 2)[0, 1:, :2].mean(0)
+
+    def save(self, path: str | Path) -> None:
+        """Write what was fitted to a file."""
+        save_state(path, {name: getattr(self, name) for name in (*FITTED, "ways", "figures")})
+        print0(f"Saved {path}")
+
+    def load(self, path: str | Path) -> None:
+        """Read what `save` has written; nothing is executed.
+
+        Raise UserError if the file is damaged, or if it was fitted to other models.
+        """
+        contents = load_state(path, WAY_OUT)
+        with reading(path, WAY_OUT):
+            for name in FITTED:
+                setattr(self, name, contents[name].to(self.device))
+            self.ways = tuple(contents["ways"])
+            self.figures = contents["figures"]
+            is_same = torch.allclose(self.probe(), self.known, rtol=0, atol=MAX_DIFFERENCE)
+            require(is_same, "it was fitted to other models")
+            self.read(torch.arange(4) % 2)  # what it holds must fit together
+            self.describe()

@@ -1,0 +1,174 @@
+"""Tests of reward/reading.py, reader.py and fit_reader.py: windows, posteriors by hand, a fit.
+
+pytest tests/test_reward_reader.py
+"""
+
+import itertools
+import math
+import shutil
+
+import pytest
+import torch
+from helpers import refuse_in_one_line, succeed
+from torch.nn import functional as F
+
+from common.process import UserError
+from generation.sampling import Sampling, sampling_distribution
+from reward import reading as readings
+from reward.fit_reader import make_reader
+from reward.reader import parse_way, way_log_probs
+from reward.reading import in_windows, read
+from training.checkpoint import load_checkpoint
+
+
+def of_four(ids):
+    """Evidence that depends on a token and the three before it: the sum of these ids (B, T)."""
+    return F.pad(ids, (3, 0)).unfold(1, 4, 1).sum(-1).float()
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 12, 61, 200])
+def test_windows_give_every_token_its_longest_context(n):
+    ids = torch.randint(100, (n,), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(in_windows(of_four, ids, 8), of_four(ids[None])[0])
+    contexts = in_windows(lambda rows: torch.arange(rows.size(1)).expand_as(rows), ids, 8)
+    assert torch.equal(contexts[:8], torch.arange(n)[:8])
+    assert all(4 <= context < 8 for context in contexts[8:])
+
+
+def draw_evidence(n, shift=0.0):
+    draw = torch.Generator().manual_seed(1)
+    return (shift + torch.randn(n, 3, generator=draw)).double()
+
+
+@pytest.mark.parametrize(("n", "shift"), [(2, 0.0), (6, -1.0), (6, 0.0), (80, 0.5)])
+def test_the_posterior_of_one_crossover_by_hand(n, shift):
+    """A mixture over the ways of sampling, each with the product of its ratios from K on."""
+    evidence = draw_evidence(n, shift)
+    weights = []
+    for crossover in range(1, n + 1):
+        prior = 1.0 if crossover == n else 1 / (n - 1)
+        written = -evidence[crossover:].sum(0)
+        weights.append(prior * written.exp().mean().item())
+    by_hand = [weight / math.fsum(weights) for weight in weights]
+    posterior = readings.crossover_posterior(evidence[None])[0].exp()
+    assert posterior.tolist() == pytest.approx(by_hand)
+    reading = read(evidence)
+    assert 1 <= reading.low <= reading.high <= n
+    assert math.fsum(by_hand[: reading.low - 1]) < 0.02
+    assert math.fsum(by_hand[: reading.high]) >= 0.98 - 1e-9
+
+
+def test_the_posterior_of_passages_by_enumeration(monkeypatch):
+    monkeypatch.setattr(readings, "SWITCH_RATE", 0.1)
+    evidence = draw_evidence(6)
+    natural = torch.zeros(6, dtype=torch.float64)
+    total = 0.0
+    for rest in itertools.product((0, 1), repeat=5):
+        is_written = torch.tensor([0, *rest])
+        switches = int(is_written.diff().abs().sum())
+        written = -(evidence * is_written[:, None]).sum(0)
+        weight = 0.1**switches * 0.9 ** (5 - switches) * written.exp().mean()
+        natural += weight * (1 - is_written)
+        total += weight
+    within, log_total = readings.passage_posterior(evidence)
+    assert within.tolist() == pytest.approx((natural / total).tolist())
+    assert log_total.exp().item() == pytest.approx(float(total))
+    # Half of all texts are natural, and the others have a switch.
+    monkeypatch.setattr(readings, "PASSAGE_SCALE", 1.0)
+    reading = read(evidence)
+    odds = (float(total) - 0.9**5) / (1 - 0.9**5)
+    assert reading.all_natural == pytest.approx(1 / (1 + odds))
+    written = (float(total) - natural) / (1 - 0.9**5) / (1 + odds)
+    assert reading.natural.tolist() == pytest.approx((1 - written).tolist())
+
+
+def test_passages_in_the_middle_and_at_the_end():
+    evidence = torch.ones(300, 1)
+    assert read(evidence).passages == [] and read(evidence).all_natural > 0.99
+    evidence[100:150] = -1
+    assert read(evidence).passages == [(100, 150)]
+    evidence[250:] = -1
+    middle, end = read(evidence).passages
+    assert middle == (100, 150) and end == (250, 300)
+    evidence[100:150] = 1
+    reading = read(evidence)
+    assert reading.passages == [(250, 300)] and reading.low <= 250 <= reading.high
+
+
+def test_ways_of_sampling_in_text():
+    assert parse_way("0.7") == Sampling(0.7)
+    assert parse_way("0.7:0.9") == Sampling(0.7, None, 0.9)
+    assert parse_way("1:1:40") == Sampling(1.0, 40)
+    for wrong in ("1:0", "1:1.1", "-1", "1:1:2:3", "", "1:1:-2"):
+        with pytest.raises(UserError, match="give TEMPERATURE:TOP_P:TOP_K"):
+            parse_way(wrong)
+
+
+def test_top_p_keeps_the_fewest_tokens_of_that_mass():
+    logits = torch.tensor([[0.2, 0.5, 0.05, 0.25]]).log()
+    kept = sampling_distribution(logits, Sampling(top_p=0.74)).exp()
+    assert kept[0].tolist() == pytest.approx([0, 2 / 3, 0, 1 / 3])
+    kept = sampling_distribution(logits, Sampling(top_p=0.76)).exp()
+    assert kept[0].tolist() == pytest.approx([0.2 / 0.95, 0.5 / 0.95, 0, 0.25 / 0.95])
+
+
+@pytest.mark.parametrize("way", ["1", "0.6", "0.7:0.8", "1:1:3", "0", "0.9:0.9:5"])
+def test_log_probabilities_of_a_way_are_those_that_it_draws_from(way):
+    logits = 2 * torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(30, (40,), generator=torch.Generator().manual_seed(1))
+    sampling = parse_way(way)
+    found = way_log_probs(logits.log_softmax(-1), ids, [sampling])[:, 0].exp()
+    drawn = sampling_distribution(logits, sampling).gather(-1, ids[:, None])[:, 0].exp()
+    assert torch.equal(found < 1e-9, drawn < 1e-9) and found.any()
+    # the mass of a nucleus is approximated
+    assert torch.allclose(found, drawn, rtol=0.4 if sampling.top_p < 1 else 1e-4)
+
+
+def test_evidence_compares_m_with_each_way_of_sampling(predictive_reward_model):
+    path = str(predictive_reward_model)
+    reader = make_reader(load_checkpoint(path), path, torch.device("cpu"), ("1", "0.5"))
+    model = reader.pair
+    ids = torch.randint(9, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        evidence = reader.evidence(reader.numbers(ids))  # (2, 12, 2)
+        assert torch.allclose(evidence[..., 0], model.output(ids), atol=1e-5)
+        logits = model.generator.logits(model.generator.trunk(ids[:, :-1]))
+        by_hand = model.output(ids)[:, 1:]
+    log_q = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    colder = (logits / 0.5).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    written = (0.99 * colder.exp() + 0.01 * log_q.exp()).log()
+    assert torch.allclose(evidence[:, 1:, 1], by_hand + log_q - written, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["reward model", "generator"])
+def test_a_fit_reads_other_ways_of_sampling(
+    kind, corpus, generator, predictive_reward_model, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    source = {"reward model": predictive_reward_model, "generator": generator}[kind]
+    shutil.copy(source, "model.pt")
+    options = {"model_path": "model.pt", "dataset": corpus, "device": "cpu"}
+    assert "sampling=hot" in refuse_in_one_line("reward.fit_reader", **options, sampling=["hot"])
+    read_text = {"text": "natural.txt", "reward_model_path": "model.pt", "device": "cpu"}
+    (tmp_path / "natural.txt").write_text((corpus / "input.txt").read_text()[:200])
+    if kind == "generator":
+        assert "a generator without a reader" in refuse_in_one_line("evaluate", **read_text)
+    else:
+        assert "assumes temperature 1, no top-p" in succeed("evaluate", **read_text)
+    printed = succeed("reward.fit_reader", **options, sampling=["1", "0.5"])
+    assert "sampled at 0.5: r2" in printed
+    reader = make_reader(load_checkpoint("model.pt"), "model.pt", torch.device("cpu"))
+    reader.load("model.reader.pt")
+    assert list(reader.figures) == ["1", "0.5"] and reader.ways == ("1", "0.5")
+    assert reader.figures["0.5"]["r2"] > 0.3 and reader.figures["0.5"]["coverage"] > 0.8
+
+    finished = succeed("evaluate", **read_text)
+    assert "on texts of 16 tokens" in finished and "is unlike those" not in finished
+    if kind == "reward model":
+        (tmp_path / "natural.txt").write_text("e" * 200)
+        assert "is unlike those that the reader was" in succeed("evaluate", **read_text)
+    changed = torch.load("model.pt")
+    name = "transformer.ln_f.weight" if kind == "generator" else "generator.transformer.ln_f.weight"
+    changed["model"][name] *= 3
+    torch.save(changed, "model.pt")
+    assert "it was fitted to other models" in refuse_in_one_line("evaluate", **read_text)
