@@ -76,9 +76,9 @@ def present_text(
     is_one_crossover = len(passages) == 1 and passages[0][1] == n
 
     probability = f"Probability that all of {name} is natural: {reading.all_natural:.3f}."
-    lines = [f"{name}: no text of {generator} is found.", probability]
+    lines = [f"In {name}, no text of {generator} is found.", probability]
     if passages:
-        lines[0] = f"{generator} wrote {len(passages)} passages of {name}."
+        lines[0] = f"In {name}, {generator} wrote {len(passages)} passages."
     if not reading.is_usual:
         lines.append(
             "WARNING: this text is unlike those that the reader was fitted on (other natural text, "
@@ -91,7 +91,7 @@ def present_text(
         if is_one_crossover:
             low = characters[reading.low]
             high = characters[reading.high]
-            lines[0] = f"{generator} wrote everything in {name} after character {begin:,}."
+            lines[0] = f"In {name}, {generator} wrote everything after character {begin:,}."
             place = f"95 % interval: characters {low:,} to {high:,} of {len(text):,}"
         lines.append(f'{number}. {place}: "{quote} ..."')
     lines += [

@@ -208,7 +208,7 @@ def test_the_beginning_of_generated_text_is_found(reading, tmp_path, monkeypatch
     monkeypatch.setattr("corpus.encode.PART_CHARACTERS", 100)
     printed = succeed("evaluate", **reading)
     assert sum(lengths) == 600 and max(lengths) < 200
-    place = int(re.search(r"wrote everything in mixed.txt after character (\d+)", printed)[1])
+    place = int(re.search(r"wrote everything after character (\d+)", printed)[1])
     low, high = map(int, re.search(r"interval: characters (\d+) to (\d+)", printed).groups())
     assert "Without a reader this assumes temperature 1" in printed
     assert low <= 300 <= high
@@ -229,7 +229,7 @@ def test_the_beginning_of_generated_text_is_found(reading, tmp_path, monkeypatch
         "WARNING: weak.pt is not shown to predict where its generator begins to write: R2 .*\n",
         finished.err,
     )
-    assert "natural.txt: no text of the generator of weak.pt is found." in finished.out
+    assert "In natural.txt, no text of the generator of weak.pt is found." in finished.out
     assert 'id="k1"' not in (tmp_path / "natural.crossover.html").read_text()
 
 
