@@ -74,8 +74,10 @@ def test_the_posterior_of_passages_by_enumeration(monkeypatch):
     assert within.tolist() == pytest.approx((natural / total).tolist())
     assert log_total.exp().item() == pytest.approx(float(total))
     # Half of all texts are natural, and the others have a switch.
+    halved = read(2 * evidence)
     monkeypatch.setattr(readings, "PASSAGE_SCALE", 1.0)
     reading = read(evidence)
+    assert halved.all_natural == reading.all_natural
     odds = (float(total) - 0.9**5) / (1 - 0.9**5)
     assert reading.all_natural == pytest.approx(1 / (1 + odds))
     written = (float(total) - natural) / (1 - 0.9**5) / (1 + odds)
