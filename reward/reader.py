@@ -184,7 +184,10 @@ class Reader:
         if self.pair is not None:
             natural = log_mixture_ratio(numbers[..., :1], self.learned)
         else:
-            natural = self.standardized(numbers) @ self.learned[1:, None] + self.learned[0]
+            # as learned[0] + standardized(numbers) @ learned[1:], without a copy of the numbers
+            weights = self.learned[1:] / self.std
+            bias = self.learned[0] - self.mean @ weights
+            natural = numbers[..., : -len(self.ways)] @ weights[:, None] + bias
         return (natural + log_q - written) * self.log_scale.exp()
 
     def standardized(self, numbers: Tensor) -> Tensor:

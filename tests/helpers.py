@@ -282,8 +282,10 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return the state dict in a checkpoint."""
-    return torch.load(path, weights_only=True)["model"]
+    """Return the state dict in a checkpoint, or the tensors of another file."""
+    contents = torch.load(path, weights_only=True)
+    tensors = {name: value for name, value in contents.items() if isinstance(value, torch.Tensor)}
+    return contents.get("model", tensors)
 
 
 def untimed(path: Path) -> list[dict[str, Any]]:
