@@ -78,7 +78,7 @@ def present_text(
     probability = f"Probability that all of {name} is natural: {reading.all_natural:.3f}."
     lines = [f"In {name}, no text of {generator} is found.", probability]
     if passages:
-        lines[0] = f"In {name}, {generator} wrote {len(passages)} passages."
+        lines[0] = f"Passages of {name} that {generator} wrote: {len(passages)}."
     if not reading.is_usual:
         lines.append(
             "WARNING: this text is unlike those that the reader was fitted on (other natural text, "

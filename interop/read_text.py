@@ -23,7 +23,7 @@ from corpus.encode import find_texts, joined_pieces
 from cycles.text_page import open_page, present_text
 from interop.causal import CausalModel, CausalReader
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
-from reward.reader import WAYS, parse_way
+from reward.reader import WAYS, check_ways
 
 LENGTH = 64  # tokens of the natural blocks, and of the windows of the text
 MIN_BLOCKS = 16  # natural blocks; half of them are reported on
@@ -54,8 +54,7 @@ class ReadTextSettings(Settings):
         errors.check(self.generator is not None, "generator is required: pass a folder or hub name")
         is_fitted = self.reader_path is not None and Path(self.reader_path).is_file()
         has_text = len(self.natural_text) > 0
-        errors.check(len(self.sampling) > 0, "sampling is empty: name a way, as 0.7:0.9")
-        list(map(parse_way, self.sampling))
+        check_ways(errors, self.sampling)
         errors.check(is_fitted or has_text, "natural_text is required, or a fitted reader_path")
 
 

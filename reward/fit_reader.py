@@ -18,7 +18,7 @@ from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from data_loader import open_corpus, validation_part
 from reward.heads import build_reward_model
-from reward.reader import WAYS, Reader, parse_way
+from reward.reader import WAYS, Reader, check_ways
 from training import checkpoint as ckpt
 
 
@@ -32,15 +32,14 @@ class ReaderSettings(Settings):
     """corpus of the generator: a folder with train.bin and val.bin, or a name below data/"""
     sampling: tuple[str, ...] = WAYS
     """ways of sampling to know: TEMPERATURE, TEMPERATURE:TOP_P or TEMPERATURE:TOP_P:TOP_K ..."""
-    output_path: str | None = None
+    output_path: str | None = setting(None, suffix=".reader.pt")
     """the reader; None: MODEL.reader.pt beside the model, where evaluate.py looks for it"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
 
     def check_settings(self, errors: Errors) -> None:
         """Check the ways of sampling."""
-        errors.check(len(self.sampling) > 0, "sampling is empty: name a way, as 0.7:0.9")
-        list(map(parse_way, self.sampling))
+        check_ways(errors, self.sampling)
 
 
 def reader_path(model_path: str) -> Path:

@@ -1,4 +1,4 @@
-"""A reader of a model: the evidence that tokens are natural, whatever way the model was sampled.
+"""Compute the evidence that tokens are natural rather than a model's, for many sampling settings.
 
     python -m reward.fit_reader --model_path logs/reward_model.pt --dataset shakespeare
 
@@ -23,6 +23,7 @@ from common.device import float64, random_stream
 from common.files import load_state, reading, save_state
 from common.log import format_metrics, print0, progress
 from common.process import explaining, require
+from common.settings import Errors
 from data_loader import evenly_spaced
 from generation.completions import Completer
 from generation.prompts import draw_crossovers
@@ -66,8 +67,9 @@ def parse_way(text: str) -> Sampling:
 def way_log_probs(log_q: Tensor, ids: Tensor, ways: Sequence[Sampling]) -> Tensor:
     """Return log q_s (n, S) of ids (n,) from log q (n, V); -inf if s excludes them.
 
-    Without sorting all tokens: the mass of a nucleus is at least top_p, and at most this and the
-    probability of its least likely token. It is taken for top_p, or for that of the first token.
+    The probability mass of a nucleus is approximated by the larger of top_p and the probability of
+    the likeliest token. The exact mass would need a sorted vocabulary, and exceeds top_p by less
+    than the probability of the last token in the nucleus.
     """
     own = log_q.gather(-1, ids[:, None])
     is_likelier = log_q > own
@@ -87,6 +89,26 @@ def way_log_probs(log_q: Tensor, ids: Tensor, ways: Sequence[Sampling]) -> Tenso
             log_probs = log_probs - q.amax(-1).clamp(min=way.top_p).log()
         of_ways.append(log_probs.masked_fill(is_excluded, -torch.inf))
     return torch.stack(of_ways, -1)
+
+
+def describe_tokens(logits: Tensor, ids: Tensor, ways: Sequence[Sampling]) -> Tensor:
+    """Return the numbers (n, 3 + S) of ids (n,) from logits (n, V), as in `Reader.numbers`."""
+    # Padding ids have probability 0, and 0 times infinity would be NaN.
+    all_log_q = logits.float().log_softmax(-1).clamp(min=-1e4)
+    log_q = all_log_q.gather(-1, ids[:, None])[:, 0]
+    q = all_log_q.exp()
+    entropy = -(q * all_log_q).sum(-1)
+    variance = (q * all_log_q.square()).sum(-1) - entropy.square()
+    surprise = (log_q + entropy) / variance.clamp(min=1e-6).sqrt()
+    described = torch.stack((log_q, entropy, surprise.clamp(-10, 10)), -1)
+    return torch.cat((described, way_log_probs(all_log_q, ids, ways)), -1)
+
+
+def check_ways(errors: Errors, ways: Sequence[str]) -> None:
+    """Check the option `sampling`; raise UserError if a way cannot be read."""
+    errors.check(len(ways) > 0, "sampling is empty: name a way, as 0.7:0.9")
+    for way in ways:
+        parse_way(way)
 
 
 class Reader:
@@ -157,24 +179,12 @@ class Reader:
         # A few positions at a time stay in a processor's cache.
         size = max(1, CHUNK // logits.size(-1))
         parts = zip(logits.flatten(0, 1).split(size), following.flatten().split(size), strict=True)
-        described = torch.cat([self.describe_tokens(*part) for part in parts])
+        ways = [parse_way(way) for way in self.ways]
+        described = torch.cat([describe_tokens(*part, ways) for part in parts])
         described = described.view(*following.shape, -1)  # (B, T - 1, 3 + S)
         ratio = natural - described[..., 0]
         numbers = (ratio[..., None], described[..., :3], states.float(), described[..., 3:])
         return F.pad(torch.cat(numbers, -1), (0, 0, 1, 0))
-
-    def describe_tokens(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Return the numbers (n, 3 + S) of ids (n,) from logits (n, V), as in `numbers`."""
-        # Padding ids have probability 0, and 0 times infinity would be NaN.
-        all_log_q = logits.float().log_softmax(-1).clamp(min=-1e4)
-        log_q = all_log_q.gather(-1, ids[:, None])[:, 0]
-        q = all_log_q.exp()
-        entropy = -(q * all_log_q).sum(-1)
-        variance = (q * all_log_q.square()).sum(-1) - entropy.square()
-        surprise = (log_q + entropy) / variance.clamp(min=1e-6).sqrt()
-        described = torch.stack((log_q, entropy, surprise.clamp(-10, 10)), -1)
-        ways = [parse_way(way) for way in self.ways]
-        return torch.cat((described, way_log_probs(all_log_q, ids, ways)), -1)
 
     def evidence(self, numbers: Tensor) -> Tensor:
         """Return evidence log m - log q_s (B, T, S) for numbers (B, T, F)."""
@@ -184,18 +194,11 @@ class Reader:
         if self.pair is not None:
             natural = log_mixture_ratio(numbers[..., :1], self.learned)
         else:
-            # as learned[0] + standardized(numbers) @ learned[1:], without a copy of the numbers
+            # a linear function of the standardized numbers, without a copy of them
             weights = self.learned[1:] / self.std
             bias = self.learned[0] - self.mean @ weights
             natural = numbers[..., : -len(self.ways)] @ weights[:, None] + bias
         return (natural + log_q - written) * self.log_scale.exp()
-
-    def standardized(self, numbers: Tensor) -> Tensor:
-        """Return the numbers (..., F - S) of tokens (..., F) in units of their spread.
-
-        Those of the ways of sampling are left out.
-        """
-        return (numbers[..., : -len(self.ways)] - self.mean) / self.std
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Reading:
@@ -209,7 +212,8 @@ class Reader:
 
     def summary(self, numbers: Tensor) -> Tensor:
         """Return the mean standardized numbers (B, DESCRIBED) of texts (B, T, F)."""
-        return self.standardized(numbers)[:, 1:, :DESCRIBED].mean(1)
+        described = numbers[:, 1:, :DESCRIBED].mean(1)
+        return (described - self.mean[:DESCRIBED]) / self.std[:DESCRIBED]
 
     def make_texts(self, blocks: Tensor, most: int, part: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return texts (n, T) from blocks (b, T) as numbers (n, T, F), K (n,) and blocks (n,).
@@ -221,11 +225,10 @@ class Reader:
         chosen = blocks[evenly_spaced(np.arange(count), len(blocks), count)].to(self.device)
         texts = [chosen]
         crossovers = [torch.full((count,), self.length)]
-        ways = [parse_way(way) for way in self.ways]
-        for number, way in enumerate(ways):
+        for number, way in enumerate(self.ways):
             draw = random_stream(SEED, part, number)
             K = torch.from_numpy(draw_crossovers(draw.random(count), self.length, self.distinct))
-            texts.append(self.write(chosen, K, way, int(draw.integers(2**31))))
+            texts.append(self.write(chosen, K, parse_way(way), int(draw.integers(2**31))))
             crossovers.append(K)
         rows = progress("Reading samples", iterable=torch.cat(texts).split(WINDOWS))
         numbers = torch.cat([self.numbers(ids) for ids in rows])
