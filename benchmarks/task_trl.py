@@ -1,97 +1,109 @@
-"""Let a language model follow a task in TRL, and compare how natural its text stays.
+"""Let a pruned language model follow a task in TRL, and compare how natural its text stays.
 
-    python benchmarks/task_trl.py --whole smollm2/ --gguf_file SmolLM2-135M-Instruct.Q4_1.gguf
+    python benchmarks/task_trl.py --whole HuggingFaceTB/SmolLM2-135M-Instruct
 
-The task is to write no word of more than LONGEST letters. The start is the floor of
-examples/heal_pruned_model.py. From there each of ARMS trains for equal seconds: TRL's GRPOTrainer
-with the task and a KL penalty, or CrossoverTrainer with the task and the crossover reward, whose
-natural model is the whole model. Without --text, the text is English paragraphs from the
-descriptions of the installed packages.
+The task is to write without the letter e. The text is the documentation of Python's standard
+library. The start is the whole model without some layers, trained on the text for a few steps. From
+there each of ARMS trains for equal seconds of one thread: TRL's GRPOTrainer with the task and a KL
+penalty, the same after CrossoverTrainer has distilled the whole model for half of the seconds, or
+CrossoverTrainer with the task and the crossover reward, whose natural model is the whole model.
 
 Each model is measured at temperature 1, and at the temperature at which its share of distinct word
-pairs is that of natural text. The judge is a character n-gram model of held-out text, which nothing
-else reads; the whole model would not be neutral. It knows little text and sees six characters. So
-it rates spelling and frequent phrases, neither grammar nor sense. Unknown words are those that its
-text lacks.
+pairs is that of natural text. The judge is a character n-gram model of text that nothing else
+reads. It sees six characters, so it rates spelling and frequent phrases, neither grammar nor sense.
+Unknown words are those that natural text lacks.
 
-An interrupted run continues with its first unfinished arm. Other settings need another out_dir.
+Every arm has its own file in out_dir, so that several processes may share the arms, and an
+interrupted run continues with its first unfinished one. Packages: requirements-interop.txt.
+Shapes: b blocks of LENGTH tokens.
 """
 
+import ast
+import pydoc_data.topics
 import random
 import sys
+import sysconfig
 import time
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import torch
-from torch import Tensor
+from datasets import Dataset
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from common.files import read_json, write_json, write_text
+from benchmarks.task_rewards import no_letter_e
+from common.files import read_json, write_json
 from common.log import format_metrics
 from common.process import run_main
-from common.settings import parse_settings, setting
-from examples.heal_pruned_model import (
-    GROUP,
-    LENGTH,
-    PROMPT,
-    RATE,
-    HealSettings,
-    arguments,
-    load,
-    prune,
-    train_on_text,
-)
+from common.settings import Errors, Settings, parse_settings, setting
 from generation.completions import Completions
 from interop.causal import complete
-from interop.crossover_reward import CrossoverReward, load_model
-from metrics.samples import words_of
+from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
+from interop.crossover_trainer import CrossoverTrainer
 from metrics.text_quality import TextQuality
-from training.huggingface import import_optional
 
-LONGEST = 8
-SEED = 42  # of the completions that are measured
-# Numbers of held-out blocks, for the reward's weight and for the figures. The rest is the judge's.
-FITTED = 24
-MEASURED = 80
-# Fields of GRPOConfig that weigh the KL penalty, or the task beside the crossover reward
+DROPPED = (6, 12, 18, 24)  # layers
+START_STEPS = 30  # of the start on text
+START_RATE = 2e-5
+PROMPT = 32  # tokens
+LENGTH = 64  # with the completion
+GROUP = 4  # completions of a prompt
+PROMPTS = 4  # of a step
+ROWS = 16  # sequences read at a time
+# Ends of the parts of the blocks: of the figures, for the reward's weight, for training. The judge
+# reads the rest.
+PARTS = (250, 378, 1078)
+SAMPLES = 600  # of the figures, at each temperature
+SEED = 42  # of the texts, the start and the figures
+# The KL's weight, to the start or to the distilled model; or the task's beside the crossover reward
 ARMS: dict[str, dict[str, Any]] = {
-    "floor": {},
-    "task, beta 0.04": {"beta": 0.04},
-    "task, beta 1": {"beta": 1.0},
-    "crossover, weight 1": {"reward_weights": [1.0]},
-    "crossover, weight 4": {"reward_weights": [4.0]},
+    "start": {},
+    "task, KL 0.04": {"beta": 0.04},
+    "task, KL 0.3": {"beta": 0.3},
+    "distilled, task, KL 0.04": {"beta": 0.04},
+    "distilled, task, KL 0.3": {"beta": 0.3},
+    "crossover, weight 2": {"reward_weights": [2.0]},
+    "crossover, weight 8": {"reward_weights": [8.0]},
 }
 
 
 @dataclass
-class TaskSettings(HealSettings):
+class TaskSettings(Settings):
     """Compare ways to keep text natural while a model follows a task."""
 
-    text: tuple[str, ...] = ()
-    """UTF-8 text files, or folders of *.txt; none: descriptions of the installed packages"""
+    whole: str | None = None
+    """the whole model, of Llama's architecture: a folder or a hub name (required)"""
     out_dir: str = "out/task_trl"
-    """folder of the text, the floor and results.json"""
-    num_blocks: int = setting(216, minimum=128)
-    """held-out blocks: 24 for the reward's weight, 80 for the figures, the rest for the judge"""
-    seconds: float = setting(480.0, above=0)
-    """training time of each arm in seconds of the processor, in place of `steps`"""
+    """folder of the models and of the figures of each arm"""
+    seconds: float = setting(2100.0, above=0)
+    """training time of each arm, in seconds of the processor"""
+    learning_rate: float = setting(2e-5, above=0)
+    """peak learning rate of every arm"""
     arms: tuple[str, ...] = tuple(ARMS)
-    """which arms; the floor is the first"""
+    """which arms; the start is made first"""
+    seed: int = 1
+    """seed of the training"""
+
+    def check_settings(self, errors: Errors) -> None:
+        """Check that a model is named."""
+        errors.check(self.whole is not None, "whole is required: pass a folder or hub name")
 
 
-def short_words(completions: list[str], **_: Any) -> list[float]:
-    """Return minus the share of words with more than LONGEST letters, or -1 without words."""
-    rewards = []
-    for text in completions:
-        is_long = [len(word) > LONGEST for word in words_of(text)] or [True]
-        rewards.append(-float(np.mean(is_long)))
-    return rewards
+class StopInTime(TrainerCallback):
+    """Stops a training after some seconds of the processor."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.process_time() + seconds
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = time.process_time() > self.end
 
 
 class Completer:
@@ -102,115 +114,155 @@ class Completer:
 
     def __call__(self, rows: Tensor, lengths: Tensor, uniforms: Tensor, sampling: Any) -> Any:
         """Return rows (R, N) as (R, 1, N); all but their first lengths (R, 1) tokens are new."""
-        ids = complete(self.model, rows, lengths[:, 0], SEED, sampling.temperature)
+        ids = complete(self.model, rows, lengths[:, 0], SEED, [sampling])
         return Completions(ids[:, None], uniforms)
 
 
 def main() -> None:
     settings = parse_settings(TaskSettings, "task_trl")
-    settings.text = settings.text or package_text(settings)
-    whole, tokenizer, blocks, held_out = load(settings)
-    fitted, measured, judged = held_out.split((FITTED, MEASURED, len(held_out) - FITTED - MEASURED))
+    torch.set_num_threads(1)
+    whole = str(settings.whole)
+    tokenizer = load_tokenizer(whole)
+    ids = tokenizer("\n\n".join(paragraphs()))["input_ids"]
+    blocks = torch.tensor(ids).unfold(0, LENGTH, LENGTH)
+    measured, fitted, trained, judged = blocks.tensor_split(PARTS)
     library = tokenizer.decode(judged.flatten())
     tokens = measured.flatten().numpy()
-    quality = TextQuality(tokenizer, library, tokens, LENGTH, MEASURED - 1, PROMPT / LENGTH)
+    quality = TextQuality(tokenizer, library, tokens, LENGTH, SAMPLES, PROMPT / LENGTH)
 
-    floor = f"{settings.out_dir}/floor"
-    path = Path(settings.out_dir, "results.json")
-    results = {}
-    if path.exists():
-        results = read_json(path)
+    start = f"{settings.out_dir}/start"
+    if not Path(start).exists():
+        make_start(whole, tokenizer, trained, start)
     for arm in settings.arms:
-        if arm not in results:
-            if arm == "floor":
-                model = prune(whole, settings.drop)
-                options = arguments(settings, settings.floor_steps, 2 * RATE)
-                train_on_text(model, tokenizer, blocks, options)
-                model.save_pretrained(floor)
-                steps = settings.floor_steps
-            else:
-                model = load_model(floor)
-                reward = CrossoverReward(whole, load_model(floor), tokenizer=tokenizer)
-                reward.fit(fitted)
-                steps = train(model, arm, reward, blocks, settings)
-            results[arm] = {"training": {"steps": steps}}
-            results[arm].update(measure(Completer(model.eval()), quality))
-            write_json(path, results)
-        for kind, figures in results[arm].items():
-            print(f"{arm}, {kind}: {format_metrics(figures)}")
-
-
-def package_text(settings: TaskSettings) -> tuple[str]:
-    """Write the shuffled paragraphs to a file in out_dir, and return its name."""
-    texts = paragraphs()
-    random.Random(settings.seed).shuffle(texts)
-    path = Path(settings.out_dir, "text.txt")
-    write_text(path, "\n\n".join(texts))
-    return (str(path),)
+        path = Path(settings.out_dir, f"{arm}, seed {settings.seed}.json")
+        if not path.exists():
+            model, steps = train(arm, start, trained, fitted, tokenizer, settings)
+            write_json(path, {"steps": steps, **measure(model, quality)})
+        for kind, figures in read_json(path).items():
+            if isinstance(figures, dict):
+                print(f"{arm}, {kind}: {format_metrics(figures)}")
 
 
 def paragraphs() -> list[str]:
-    """Return English paragraphs, without code, of the installed packages' descriptions."""
-    found = set()
-    for package in distributions():
-        description = package.metadata.get_payload() or package.metadata.get("Description", "")
-        for paragraph in str(description).split("\n\n"):
-            words = paragraph.split()
-            num_plain = sum(word.strip(".,;:()'\"`*[]").isalpha() for word in words)
-            is_prose = len(words) >= 20 and num_plain > 0.8 * len(words)
-            if is_prose and paragraph.isascii() and not set(paragraph) & set("|<>=#"):
-                found.add(" ".join(words))
-    return sorted(found)
+    """Return the paragraphs of the standard library's documentation in a random order."""
+    texts = [*pydoc_data.topics.topics.values()]
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_bytes()))
+        texts += [ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds)]
+    found = {" ".join(text.split()) for each in texts for text in each.split("\n\n")}
+    prose = [text for text in sorted(found) if is_prose(text)]
+    random.Random(SEED).shuffle(prose)
+    return prose
+
+
+def is_prose(text: str) -> bool:
+    """Return whether a paragraph is plain text: at least 20 words, mostly of letters, no code."""
+    words = text.split()
+    num_plain = sum(word.strip(".,;:()'\"`*[]").isalpha() for word in words)
+    is_plain = len(words) >= 20 and num_plain > 0.8 * len(words)
+    return is_plain and text.isascii() and not set(text) & set("|<>=#")
+
+
+def options_of(folder: str, **changes: Any) -> dict[str, Any]:
+    """Return the options that all trainers of TRL have in common."""
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": GROUP,
+        "gradient_accumulation_steps": PROMPTS,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        **changes,
+    }
+
+
+def make_start(whole: str, tokenizer: Any, blocks: Tensor, folder: str) -> None:
+    """Drop layers of the whole model, train the rest on blocks (b, LENGTH), and save it."""
+    model = load_model(whole, torch.float32)
+    kept = [layer for number, layer in enumerate(model.model.layers) if number not in DROPPED]
+    for number, layer in enumerate(kept):
+        layer.self_attn.layer_idx = number
+    model.model.layers = nn.ModuleList(kept)
+    model.config.num_hidden_layers = len(kept)
+    data = Dataset.from_dict({"input_ids": blocks.tolist()})
+    options = options_of(folder, max_steps=START_STEPS, learning_rate=START_RATE, seed=SEED)
+    options["gradient_accumulation_steps"] = 2 * PROMPTS
+    args = SFTConfig(max_length=None, **options)
+    SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def train(
-    policy: Any, arm: str, reward: CrossoverReward, blocks: Tensor, settings: TaskSettings
-) -> int:
-    """Train the policy in the way of an arm; return the number of steps."""
-    trl = import_optional("trl")
-    from interop.crossover_trainer import CrossoverTrainer
-
-    end = time.process_time() + settings.seconds
-
-    def stop_in_time(args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = time.process_time() > end
-
-    callback = import_optional("transformers").TrainerCallback()
-    callback.on_step_end = stop_in_time
-    options = arguments(settings, 10**6, 2 * RATE)
-    options.update(ARMS[arm], max_completion_length=LENGTH - PROMPT, num_generations=GROUP)
-    prompts = reward.tokenizer.batch_decode(blocks[:, :PROMPT])
-    policy.get_input_embeddings().requires_grad_(False)  # as in the floor's training
-    parts = {
-        "reward_funcs": [short_words],
-        "args": trl.GRPOConfig(**options),
-        "train_dataset": import_optional("datasets").Dataset.from_dict({"prompt": prompts}),
-        "processing_class": reward.tokenizer,
-        "callbacks": [callback],
-    }
+    arm: str, start: str, blocks: Tensor, fitted: Tensor, tokenizer: Any, settings: TaskSettings
+) -> tuple[Any, int]:
+    """Train in the way of an arm; return the policy and the number of its last phase's steps."""
+    if arm == "start":
+        return load_model(start), 0
+    reward = CrossoverReward(settings.whole, load_model(start), tokenizer=tokenizer)
+    reward.fit(fitted)
+    prompts = Dataset.from_dict({"prompt": tokenizer.batch_decode(blocks[:, :PROMPT])})
+    options = options_of(
+        settings.out_dir,
+        num_generations=GROUP,
+        max_completion_length=LENGTH - PROMPT,
+        max_steps=10**6,
+        lr_scheduler_type="constant",
+        learning_rate=settings.learning_rate,
+        seed=settings.seed,
+    )
+    parts: dict[str, Any] = {"train_dataset": prompts, "processing_class": tokenizer}
+    seconds = settings.seconds
+    if arm.startswith("distilled"):
+        seconds /= 2
+        start = f"{settings.out_dir}/distilled, seed {settings.seed}"
+        if not Path(start).exists():
+            policy = load_policy(settings.out_dir + "/start")
+            stop = [StopInTime(seconds)]
+            CrossoverTrainer(policy, reward, GRPOConfig(**options), callbacks=stop, **parts).train()
+            policy.save_pretrained(start)
+    policy = load_policy(start)
+    parts["args"] = GRPOConfig(**options, **ARMS[arm])
+    parts["callbacks"] = [StopInTime(seconds)]
     if "beta" in ARMS[arm]:
-        return trl.GRPOTrainer(policy, **parts).train().global_step
-    return CrossoverTrainer(policy, reward, **parts).train().global_step
+        trainer = GRPOTrainer(policy, no_letter_e, **parts)
+    else:
+        trainer = CrossoverTrainer(policy, reward, reward_funcs=no_letter_e, **parts)
+    return policy, trainer.train().global_step
+
+
+def load_policy(folder: str) -> Any:
+    """Load a model to train, all but its embedding."""
+    policy = load_model(folder)
+    policy.get_input_embeddings().requires_grad_(False)  # a quarter of SmolLM2
+    return policy
 
 
 @torch.no_grad()
-def measure(completer: Any, quality: TextQuality) -> dict[str, Any]:
+def measure(model: Any, quality: TextQuality) -> dict[str, Any]:
     """Return figures of a model's completions, and its loss on natural text in nats per token, at
     both temperatures.
     """
-    natural = quality.report.natural  # (R, N)
+    model = model.eval().to(torch.bfloat16)
+    completer: Any = Completer(model)
+    natural = quality.natural_rows(quality.report)  # (R, N)
+    rows = natural.split(ROWS)
+    logits = torch.cat([model(input_ids=part).logits[:, :-1].float() for part in rows])
     sweep = quality.of_model(completer)
-    logits = completer.model(input_ids=natural).logits[:, :-1].transpose(1, 2)  # (R, V, N - 1)
     results = {"sweep": sweep, "natural text": quality.natural}
-    _, natural_texts = quality.texts(quality.natural_rows(quality.report))
-    results["natural text"]["task"] = np.mean(short_words(natural_texts)).item()
+    results["natural text"]["task"] = mean(no_letter_e(quality.texts(natural)[1]))
     for kind, temperature in (("natural diversity", sweep["temperature"]), ("temperature 1", 1.0)):
         samples = quality.write(quality.report, completer, temperature)
+        task = no_letter_e(samples.texts)
+        loss = cross_entropy(logits.transpose(1, 2) / temperature, natural[:, 1:])
         results[kind] = {
-            "task": np.mean(short_words(samples.texts)).item(),
+            "task": mean(task),
             **quality.figures(samples),
-            "natural_loss": cross_entropy(logits / temperature, natural[:, 1:]).item(),
+            "natural_loss": loss.item(),
             "temperature": temperature,
+            "task_by_sample": task,
+            "judge_by_sample": samples.losses.tolist(),
             "texts": samples.texts,
         }
     return results

@@ -1,8 +1,8 @@
-"""How natural a text is by two Hugging Face models, as the reward of CrossoverTrainer.
+"""The mixture of two Hugging Face models toward which CrossoverTrainer trains.
 
     python -m interop.crossover_reward --text FILE --generator MODEL --natural_text texts/
 
-Shapes: B sequences of T tokens, V token ids; n natural blocks.
+Shapes: n natural blocks of T tokens.
 """
 
 from collections.abc import Sequence
@@ -11,41 +11,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from common.files import reading
-from common.process import require, run_main, warn
+from common.process import require, run_main
 from interop.causal import CausalModel, CausalReader
 from metrics.intervals import better_than_constant
 from reward.heads import LikelihoodRewardModel
-from reward.posterior import natural_probabilities
 from training.huggingface import import_optional, load_transformers
-
-ROWS = 8  # sequences read at a time: their logits are B * T * V numbers
-FINDING = (
-    "the reward does not predict where the generator's text begins: "
-    "use a better natural model, or more text"
-)
-Rows = Sequence[Sequence[int]]  # token ids of sequences of any lengths
 
 
 class CrossoverReward:
-    """How natural a text is by two models: the likelihood head of a natural model and a generator.
+    """The likelihood head of two models: how natural each token is.
 
     natural: the natural model p; generator: q, which the policy starts as. Each is a folder, a hub
     name or a loaded model, and they have one vocabulary.
 
     weight: w of the mixture m = w p + (1 - w) q; None: call `fit`. tokenizer: of both models; None:
     the generator's, loaded by its name. natural_tokenizer: of a loaded natural model, to compare
-    vocabularies that are padded to two sizes. max_completion_length: the tokens asked for, as in
-    GRPOConfig. Both models are on one device. Raise UserError if the vocabularies differ or a model
-    cannot be loaded.
-
-    The score of a completion is E[K] / T, with T the tokens of the prompt and those asked for. Text
-    after an early end could only raise E[K]; stopping early is therefore no gain.
+    vocabularies that are padded to two sizes. Both models are on one device. Raise UserError if the
+    vocabularies differ or a model cannot be loaded.
     """
-
-    __name__ = "crossover_reward"  # in TRL's records
 
     def __init__(
         self,
@@ -55,14 +40,12 @@ class CrossoverReward:
         weight: float | None = None,
         tokenizer: Any = None,
         natural_tokenizer: Any = None,
-        max_completion_length: int = 512,
     ) -> None:
         for model, name in ((generator, "generator"), (natural, "natural model")):
             require(model is not None, f"the reward has no {name}: pass its folder or model")
         self.given_generator = generator  # a name or a model, as CrossoverTrainer may get it too
         generator, self.tokenizer = load_pair(generator, tokenizer)
         natural, natural_tokenizer = load_pair(natural, natural_tokenizer)
-        self.max_completion_length = max_completion_length  # CrossoverTrainer sets it
         self.device = generator.device
         self.is_fitted = False
         pair = (natural, generator)
@@ -84,38 +67,12 @@ class CrossoverReward:
         self.head.mixture.data.fill_(weight).logit_(eps=1e-7)
         self.is_fitted = True
 
-    @torch.no_grad()
-    def evidence(self, rows: Rows) -> Tensor:
-        """Return log(m/q) (B, T) of every token; 0 for the first one and after the end of a row."""
-        require(self.is_fitted, "the reward has no weight yet: call its fit(), or pass weight=")
-        padded = [torch.tensor(row, device=self.device) for row in rows]
-        ids = pad_sequence(padded, batch_first=True, padding_value=-1)  # (B, T)
-        evidence = [self.head.output(part) for part in ids.clamp(min=0).split(ROWS)]
-        return torch.cat(evidence).masked_fill(ids < 0, 0.0)
-
-    def token_probabilities(self, rows: Rows) -> Tensor:
-        """Return P(token is natural) (B, T) given its whole row; 0 after the end of a row.
-
-        It is 0 at the last token too, because K is less than a row's length.
-        """
-        probabilities = []
-        for row, evidence in zip(rows, self.evidence(rows), strict=True):
-            probabilities.append(natural_probabilities(evidence[None, : len(row)])[0])
-        return pad_sequence(probabilities, batch_first=True)
-
-    def score(self, prompt_ids: Rows, completion_ids: Rows) -> list[float]:
-        """Return E[K] / T of each prompt with its completion."""
-        rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
-        lengths = [len(prompt) + self.max_completion_length for prompt in prompt_ids]
-        expected_crossovers = self.token_probabilities(rows).sum(1)  # (B,): E[K]
-        return (expected_crossovers.cpu() / torch.tensor(lengths)).tolist()
-
-    def fit(self, blocks: Tensor, allow_unpredictive: bool = False) -> dict[str, Any]:
+    def fit(self, blocks: Tensor) -> dict[str, Any]:
         """Fit the weight on crossover samples of half the natural blocks (n, T) int64.
 
         Return the figures of the other half: those of Reader.measure, and w as `mixture`. Raise
-        UserError, unless it is allowed, if the interval of R2 includes 0 or there are too few
-        blocks for an interval; the reward is then as before.
+        UserError if the interval of R2 includes 0 or there are too few blocks for an interval; the
+        reward is then as before.
         """
         is_ids = isinstance(blocks, Tensor) and blocks.dtype == torch.int64 and blocks.dim() == 2
         require(is_ids, "fit takes natural tokens: a tensor (n, T) int64, a block a row")
@@ -127,10 +84,11 @@ class CrossoverReward:
         reader.fit(*blocks.chunk(2))
         figures = reader.figures["1"]
         figures["mixture"] = reader.learned.sigmoid().item()
-        if not better_than_constant(figures["r2_low"]):
-            way_on = "a program continues with fit(..., allow_unpredictive=True)"
-            require(allow_unpredictive, f"{FINDING} ({way_on})")
-            warn(FINDING)
+        require(
+            better_than_constant(figures["r2_low"]),
+            "the reward does not predict where the generator's text begins: use a better natural "
+            f"model or more text, or train anyway with weight={figures['mixture']:.3f}",
+        )
         self.set_weight(figures["mixture"])
         return figures
 
@@ -168,23 +126,20 @@ def load_pair(model: Any, tokenizer: Any) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def load_model(name: str, dtype: Any = "auto", gguf_file: str | None = None) -> Any:
-    """Load a causal model from a folder or the hub onto this process's device; execute nothing.
-
-    gguf_file: the name of a GGUF file there; None: safetensors.
-    """
+def load_model(name: str, dtype: Any = "auto") -> Any:
+    """Load a causal model from a folder or the hub onto this process's device; execute nothing."""
     device = import_optional("accelerate").PartialState().device
     options = {"use_safetensors": True, "dtype": dtype}
-    model = loaded("AutoModelForCausalLM", name, gguf_file=gguf_file, **options)
+    model = loaded("AutoModelForCausalLM", name, **options)
     # Quantized weights are on this process's GPU already, and may not be moved.
     if model.device.type != device.type:
         model = model.to(device)
     return model
 
 
-def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
+def load_tokenizer(name: str) -> Any:
     """Load the tokenizer of a folder or hub name, with the special tokens that TRL demands."""
-    tokenizer = loaded("AutoTokenizer", name, gguf_file=gguf_file)
+    tokenizer = loaded("AutoTokenizer", name)
     if tokenizer.eos_token is None:
         # An id beyond the model's is never generated; padding is masked.
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)

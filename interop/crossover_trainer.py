@@ -38,7 +38,12 @@ PLAIN_SAMPLING = {
 }
 # Nats per token by which one model's log-probabilities may differ between two precisions.
 MAX_START_DIFFERENCE = 0.1
-FIGURES = ("divergence", "evidence", "kl_start")  # of exact_terms, logged as means over tokens
+FIGURES = ("divergence", "evidence", "kl_start", "natural")  # of exact_terms: means over tokens
+
+
+def no_task(completions: list[Any], **_: Any) -> list[float]:
+    """Return rewards of 0: TRL needs a function, also where the crossover reward is alone."""
+    return [0.0] * len(completions)
 
 
 class CrossoverTrainer(GRPOTrainer):
@@ -80,24 +85,16 @@ class CrossoverTrainer(GRPOTrainer):
                 f"{field}={value}: must be {plain}, the sampling that the formulas score",
             )
         args.disable_dropout = True
-        # TRL needs a function. Alone, the crossover reward is one whose advantages are replaced.
-        functions = reward_funcs or [self.crossover_reward]
+        functions = reward_funcs or [no_task]
         super().__init__(model=model, reward_funcs=functions, args=args, **kwargs)
         require(
             not self._is_vlm,
             "the model has a processor of images: "
             "pass its tokenizer as processing_class, because the reward reads only text",
         )
-        self.has_functions = self.reward_funcs != [self.crossover_reward]
-        if reward_funcs:
-            require(
-                reward.__name__ not in self.reward_func_names,
-                f"{reward.__name__} is the trainer's own reward: rename the reward function",
-            )
-        elif self.has_functions:  # an environment of TRL has added its own reward
-            self.reward_weights[0] = 0
+        self.has_functions = self.reward_funcs != [no_task]  # an environment of TRL may add its own
+        require(reward.is_fitted, "the reward has no weight yet: call its fit(), or pass weight=")
         self.reward = reward
-        reward.max_completion_length = args.max_completion_length
         head: Any = reward.head
         # Each process has fitted for itself: all take what the first one has fitted.
         head.mixture.data.copy_(broadcast(head.mixture.data))
@@ -127,12 +124,6 @@ class CrossoverTrainer(GRPOTrainer):
         for causal_model in (self.policy, head.natural, generator):
             check_logits(causal_model)
 
-    def crossover_reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """Return E[K] / T of each completion (B), or 0 where it is not measured."""
-        if not self._is_read:
-            return [0.0] * len(completion_ids)
-        return self.reward.score(self._prompt_ids, completion_ids)
-
     def _check_prompts(self, examples: Iterable[Mapping[str, Any]], place: str) -> None:
         """Raise UserError unless each example has a prompt, or gets one from an environment."""
         if self.environment_factories is not None:
@@ -143,33 +134,6 @@ class CrossoverTrainer(GRPOTrainer):
             require("prompt" in example, f"{place} has no column prompt: it has {columns}")
             has_tokens = bool(example["prompt"] or start)
             require(has_tokens, f"row {row} of {place} has an empty prompt: leave it out")
-
-    def _generate(self, prompts: list[Any]) -> Any:
-        """Return what TRL generates; keep the prompts' token ids."""
-        generated = super()._generate(prompts)
-        self._prompt_ids: list[list[int]] = generated[0]
-        return generated
-
-    def _calculate_rewards(
-        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
-    ) -> Tensor:
-        """Return the rewards (R, F) of TRL's functions; log the crossover reward beside them.
-
-        The loss needs no E[K] / T, which takes another pass of both models: measure it once per
-        log. TRL leaves NaN out of its means.
-        """
-        name = self.reward.__name__
-        can_skip = self.model.training and not self.log_completions
-        self._is_read = not can_skip or not self._metrics["train"].get(f"rewards/{name}/mean")
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if self.crossover_reward in self.reward_funcs:
-            if not self._is_read:
-                rewards[:, 0] = torch.nan
-        elif self._is_read:
-            shares = self.crossover_reward(completion_ids_list)
-            self._log_metric(f"rewards/{name}/mean", sum(shares) / len(shares))
-            self._log_completion_extra(name, shares)
-        return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's batch with the advantages (B, C) of sampled tokens."""

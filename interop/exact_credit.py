@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn import functional as F
 from trl.kernels import ChunkedLogProbFunction
 
 from common.process import require
 from grpo.exact import divergence
 from interop.causal import CausalModel
 from losses import scatter_to_mask
+from reward.posterior import natural_probabilities
 
 PIECE_LOGITS = 2**22  # logits of a piece, 16 MiB in float32; some ten copies exist at a time
 CHUNK_IDS = 2**15  # token ids at a time in TRL's function of sampled tokens
@@ -41,7 +42,8 @@ def exact_terms(
     token's divergence in the loss; 0 where a token does not count, as are its terms.
 
     Terms: `divergence` and `entropy`; of the token itself: `kl_start` log(pi/q), `evidence`
-    log(m/q), `log_probs` log pi. With needs_samples, `log_probs` and `entropy` have a gradient.
+    log(m/q), `log_probs` log pi and `natural`, P(it is natural) given the whole completion. With
+    needs_samples, `log_probs` and `entropy` have a gradient.
     """
     mask = weights != 0  # (B, C)
     C = weights.size(1)
@@ -65,7 +67,7 @@ def exact_terms(
     for leaf, natural, start, chosen, factors in pieces:  # k positions each
         leaf.requires_grad_()
         # Called as a module, the layer would make FSDP2 take `grad` for the backward pass.
-        logits = linear(leaf, layer.weight, layer.bias)[:, :V].float()
+        logits = F.linear(leaf, layer.weight, layer.bias)[:, :V].float()
         log_probs = logits.log_softmax(-1)  # (k, V)
         logits_of_both = (logits_of(head.natural, natural), logits_of(head.generator, start))
         evidence, log_q = head.distributions(logits_of_both)  # (k, V) each
@@ -94,6 +96,9 @@ def exact_terms(
                 states, layer.weight, layer.bias, tokens, 1.0, CHUNK_IDS, None, 1.0, ("entropy",)
             )
     results = {name: scatter_to_mask(values, mask) for name, values in results.items()}
+    # A posterior ignores its first and last token: here the prompt's last one, and the end.
+    framed = F.pad(results["evidence"], (1, 1))  # (B, C + 2)
+    results["natural"] = natural_probabilities(framed)[:, 1:-1] * mask
     results["loss"] = loss
     return results
 

@@ -16,7 +16,6 @@ from test_interop_trl_uses import make_trainer
 from common.process import UserError
 from interop.crossover_reward import CrossoverReward, load_tokenizer
 from reward.heads import LikelihoodRewardModel
-from reward.posterior import natural_probabilities
 from training.checkpoint import build_model, load_checkpoint
 
 pytestmark = pytest.mark.interop
@@ -33,33 +32,13 @@ def make_reward(exported, weight=WEIGHT, **options):
     return CrossoverReward(exported[1], exported[0], weight=weight, **options)
 
 
-def random_rows(*lengths):
-    draw = torch.Generator().manual_seed(3)
-    return [torch.randint(20, (length,), generator=draw).tolist() for length in lengths]
-
-
-def test_evidence_and_probabilities_are_those_of_our_head(exported, generator, knowing):
+def test_evidence_is_that_of_our_head(exported, generator, knowing):
     models = [build_model(load_checkpoint(path), path) for path in (knowing, generator)]
     head = LikelihoodRewardModel(*models).requires_grad_(False)
     head.mixture.data = torch.tensor(WEIGHT).logit()
-    reward = make_reward(exported, max_completion_length=4)
-    rows = random_rows(16, 9, 16, 2)
-    evidence = reward.evidence(rows)
-    probabilities = reward.token_probabilities(rows)
-    for number, row in enumerate(rows):
-        own = head.output(torch.tensor([row]))
-        for found, expected in ((evidence, own), (probabilities, natural_probabilities(own))):
-            torch.testing.assert_close(found[[number], : len(row)], expected, atol=1e-4, rtol=0)
-            assert not found[number, len(row) :].any()
-    # A completion that ends early counts as one whose other tokens are all generated.
-    written = random_rows(4, 4, 2, 1)
-    shares = []
-    for prompt, completion in zip(PROMPTS, written, strict=True):
-        ids = [*reward.tokenizer(prompt)["input_ids"], *completion]
-        share = head.share(head.output(torch.tensor([ids])))
-        shares.append(share.item() * len(ids) / 8)
-    found = reward.score(reward.tokenizer(PROMPTS)["input_ids"], written)
-    assert found == pytest.approx(shares, abs=1e-4)
+    rows = torch.randint(20, (3, 16), generator=torch.Generator().manual_seed(3))
+    found = make_reward(exported).head.output(rows)
+    torch.testing.assert_close(found, head.output(rows), atol=1e-4, rtol=0)
 
 
 def natural_blocks(corpus, count):
@@ -77,7 +56,7 @@ def test_the_weight_is_fitted_and_the_gate_holds(exported, corpus, tmp_path):
     assert weight == pytest.approx(figures["mixture"])
     again = make_reward(exported, weight=None)
     assert again.fit(blocks) == figures
-    with pytest.raises(UserError, match="does not predict where"):
+    with pytest.raises(UserError, match=r"does not predict where .*train anyway with weight=\d"):
         reward.fit(blocks[:8])
     assert reward.head.mixture.sigmoid().item() == weight
     with pytest.raises(UserError, match="32 tokens: the generator reads at most 16"):
@@ -128,11 +107,11 @@ def note_gradients(trainer, note):
     trainer.add_callback(Note())
 
 
-def test_positions_that_are_learned_have_their_limits(exported, tmp_path, corpus):
+def test_positions_that_are_learned_have_their_limits(exported, tmp_path, corpus, monkeypatch):
     natural, start, policy = (tiny_gpt2() for _ in range(3))
     reward = CrossoverReward(natural, start, tokenizer=load_tokenizer(exported[0]))
-    # the whole context
-    assert reward.fit(natural_blocks(corpus, 32), allow_unpredictive=True)["num_tokens"] == 16
+    monkeypatch.setattr("interop.crossover_reward.better_than_constant", bool)  # random models
+    assert reward.fit(natural_blocks(corpus, 32))["num_tokens"] == 16  # the whole context
     trainer = make_trainer(
         exported,
         tmp_path,
