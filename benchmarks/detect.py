@@ -5,13 +5,11 @@
 All methods are fitted on the same crossover samples of natural blocks, and measured on the same
 samples of unseen blocks. A peer's scores of tokens, with a scale and an offset fitted, are evidence
 as that of our reader is. SeqXGPT is trained on the samples. "today" is log m/q at temperature 1.
---generator takes a Hugging Face model instead. --natural_file adds texts with one generated
-passage, and natural ones. Writes results.json; samples are kept in out_dir, so that an interrupted
-run continues there.
+--generator takes a Hugging Face model instead. Writes results.json; samples are kept in out_dir, so
+that an interrupted run continues there.
 Shapes: n texts of T tokens, B of them at a time, V token ids, C columns of a method, b blocks.
 """
 
-import random
 import sys
 from collections.abc import Callable
 from copy import deepcopy
@@ -26,13 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.task_trl import paragraphs
 from common.device import float64, random_stream, select_device
 from common.files import load_state, save_state, write_json
 from common.log import print0, progress
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
-from data_loader import evenly_spaced, open_corpus, open_token_file, text_rows, validation_part
+from data_loader import evenly_spaced, open_corpus, open_token_file, validation_part
 from generation.prompts import draw_crossovers
 from interop.causal import CausalModel, CausalReader
 from interop.crossover_reward import load_model, load_tokenizer
@@ -40,7 +37,7 @@ from metrics.intervals import block_means, format_figure, mean_figures
 from metrics.reward_skill import measure_skill
 from reward.fit_reader import make_reader
 from reward.reader import FIT_BLOCKS, Reader, parse_way
-from reward.reading import TAIL, WINDOWS, Reading, crossover_posterior, in_windows
+from reward.reading import TAIL, WINDOWS, crossover_posterior
 from training import checkpoint as ckpt
 
 OTHER_WAYS = ("0.9:0.95", "0.7:0.8")  # no method is fitted on them
@@ -51,12 +48,6 @@ WIDTH = 64
 EPOCHS = 30
 BATCH = 64
 HELD_OUT = 0.2
-EDITED = 10  # one of so many tokens
-PASSAGES = (50, 100, 200)  # tokens
-TEXT_TOKENS = 500  # of a text with a passage
-ALARM_TOKENS = 250  # of a natural text
-LENGTHS = (100, 250, 1000)  # tokens of texts with one crossover
-ALARM_TEXTS = 500
 Method = Callable[[dict[str, Tensor]], Tensor]  # columns to log P(K) (n, T)
 
 
@@ -73,15 +64,9 @@ class DetectSettings(Settings):
     generator: str | None = None
     """a folder or hub name of a Hugging Face model, in place of model_path"""
     text: tuple[str, ...] = ()
-    """its natural text, UTF-8 files; none: descriptions of the installed packages"""
+    """its natural text, UTF-8 files"""
     samples: int = setting(2000, minimum=40)
     """samples to measure for each way of sampling"""
-    natural_file: str | None = None
-    """other natural text: a token file, or UTF-8 for a Hugging Face model; None: no passages"""
-    other_path: str | None = None
-    """another model, whose text should get a warning: as model_path or generator"""
-    num_texts: int = setting(200, minimum=8)
-    """texts with a passage, and texts for warnings, for each way of sampling"""
     out_dir: str = "out/detect"
     """folder of the samples and of results.json"""
     device: str = "auto"
@@ -109,11 +94,6 @@ def main() -> None:
     report = draw_samples(reader, blocks, ways, num_each, out / "report.pt")
     results: dict[str, Any] = {"rows": measure_rows(reader, methods, report, ways)}
     write_json(out / "results.json", results)
-    results["texts"] = measure_texts(reader, report, settings)
-    write_json(out / "results.json", results)
-    if settings.natural_file is not None:
-        results["passages"] = measure_passages(reader, settings)
-        write_json(out / "results.json", results)
 
 
 def open_reader(settings: DetectSettings, path: Any) -> Any:
@@ -137,11 +117,8 @@ def read_blocks(settings: DetectSettings, reader: Any) -> tuple[Tensor, Tensor]:
             ids = torch.from_numpy(tokens.astype(np.int64))
             parts.append(ids.unfold(0, reader.length, reader.length))
         return spread(parts[0], FIT_BLOCKS), spread(parts[1], settings.samples)
-    texts = [Path(name).read_text(encoding="utf-8") for name in settings.text]
-    if not texts:
-        texts = paragraphs()
-        random.Random(0).shuffle(texts)
-    ids = torch.tensor(load_tokenizer(settings.generator)(text="\n\n".join(texts))["input_ids"])
+    text = "\n\n".join(Path(name).read_text(encoding="utf-8") for name in settings.text)
+    ids = torch.tensor(load_tokenizer(settings.generator)(text=text)["input_ids"])
     blocks = ids.unfold(0, LENGTH, LENGTH)
     order = torch.from_numpy(random_stream(0, "blocks").permutation(len(blocks)))
     num_fit = min(256, len(blocks) // 2)
@@ -173,7 +150,7 @@ def draw_samples(
             draw = random_stream(SEED, path.stem, way)
             uniforms = draw.random(len(natural))
             K = torch.from_numpy(draw_crossovers(uniforms, reader.length, reader.distinct))
-            ids = reader.write(natural, K, parse_way(way), int(draw.integers(2**31))).cpu()
+            ids = reader.write(natural, K, [parse_way(way)], int(draw.integers(2**31))).cpu()
             block = torch.arange(len(blocks)).repeat_interleave(num_each)
             samples[way] = (ids, K, block)
             save_state(path, samples)
@@ -433,164 +410,6 @@ def measure_rows(
             shown = format_figure(found, "difference", ".2f")
             print0(f"{way}: {found['verdict']} than {name}, error {shown}")
         results[way] = row
-    return results
-
-
-def unusual(readings: list[Reading]) -> float:
-    """Return the share of texts that get a warning."""
-    return float(np.mean([not reading.is_usual for reading in readings]))
-
-
-def calibration(natural: list[Reading], written: list[Reading]) -> list[dict[str, float]]:
-    """Return P(all natural), predicted and found, in ten bins of texts, half of them natural."""
-    predicted = torch.tensor([reading.all_natural for reading in natural + written])
-    is_natural = (torch.arange(len(predicted)) < len(natural)).float()
-    weight = torch.where(is_natural > 0, 1 / len(natural), 1 / len(written))
-    bins = []
-    for number in range(10):
-        rows = (predicted * 10).long().clamp(max=9) == number
-        total = weight[rows].sum().clamp(min=1e-9)
-        shares = {
-            "predicted": (weight * predicted)[rows].sum() / total,
-            "found": (weight * is_natural)[rows].sum() / total,
-        }
-        figures = {name: value.item() for name, value in shares.items()}
-        bins.append({"texts": int(rows.sum()), **figures})
-    return bins
-
-
-def edit(ids: Tensor, crossovers: Tensor, natural: Tensor) -> Tensor:
-    """Replace every tenth token after K by one from a random place of natural blocks (b, T)."""
-    places = random_stream(SEED, "edit").integers(natural.numel(), size=tuple(ids.shape))
-    after = torch.arange(ids.size(1)) - crossovers[:, None]  # 0 for the first written token
-    is_edited = (after >= 0) & (after % EDITED == EDITED - 1)
-    return torch.where(is_edited, natural.flatten()[torch.from_numpy(places)], ids)
-
-
-@torch.no_grad()
-def measure_texts(reader: Any, samples: dict[str, Any], settings: DetectSettings) -> dict[str, Any]:
-    """Return warnings by kind of text, bins of P(all natural), and our figures of edited texts."""
-    count = settings.num_texts
-    blocks = samples["blocks"]
-    readings = {"natural": [reader.read(ids) for ids in blocks]}
-    written = []
-    edited = {}
-    of_natural = float64(posterior_of(reader, look(reader, blocks)["reader"]))
-    for way in reader.ways:
-        ids, K, block = samples[way]
-        readings[way] = [reader.read(row) for row in spread(ids, count)]
-        written += readings[way]
-        changed = edit(ids, K, blocks)
-        readings[f"{way}, edited"] = [reader.read(row) for row in spread(changed, count)]
-        of_edited = float64(posterior_of(reader, look(reader, changed)["reader"]))
-        edited[way] = figures_of(of_natural, of_edited, K, block)
-    if settings.other_path is not None:
-        other = open_reader(settings, settings.other_path)
-        natural = spread(blocks, count)
-        start = torch.ones(len(natural), dtype=torch.int64)
-        ids = other.write(natural, start, parse_way("1"), SEED).cpu()
-        readings["other model"] = [reader.read(row) for row in ids]
-    warnings = {kind: unusual(of_kind) for kind, of_kind in readings.items()}
-    print0(f"Share of texts with a warning: {warnings}")
-    bins = calibration(readings["natural"], written)
-    return {"warnings": warnings, "all_natural": bins, "edited": edited}
-
-
-# --------------------------------------------------------------------------------------------------
-# passages
-
-
-def write_on(reader: Any, natural: Tensor, starts: Tensor, way: str) -> Tensor:
-    """Return texts (n, N) that the model writes from token numbers starts (n,) on.
-
-    It writes in windows of T tokens, in which the last T/2 tokens before are the context.
-    """
-    N = natural.size(1)
-    T = reader.length
-    ids = F.pad(natural, (0, T))
-    ends = starts
-    seed = SEED
-    while (ends < N).any():
-        first = (ends - T // 2).clamp(min=0)
-        places = first[:, None] + torch.arange(T)
-        windows = ids.gather(1, places)
-        written = reader.write(windows, ends - first, parse_way(way), seed).cpu()
-        ids = ids.scatter(1, places, written)
-        ends = (first + T).clamp(max=N)
-        seed += 1
-    return ids[:, :N]
-
-
-@torch.no_grad()
-def measure_passages(reader: Any, settings: DetectSettings) -> dict[str, Any]:
-    """Return false alarms on natural texts, and what the reader says of texts with one passage."""
-    name = str(settings.natural_file)
-    if settings.generator is None:
-        tokens = open_token_file(name, "natural", reader.generator.config.vocab_size)
-    else:
-        text = Path(name).read_text(encoding="utf-8")
-        tokens = np.array(load_tokenizer(settings.generator)(text=text)["input_ids"])
-
-    def texts_of(count: int, length: int) -> Tensor:
-        starts = evenly_spaced(np.arange(count), len(tokens) - length, count)
-        return text_rows(tokens, starts, length)
-
-    def evidence(rows: Tensor) -> Tensor:
-        return reader.evidence(reader.numbers(rows.to(reader.device)))
-
-    lengths_found: dict[str, Any] = {}
-    for length in LENGTHS:
-        rows = texts_of(settings.num_texts, length)
-        uniforms = random_stream(SEED, "lengths", length).random(len(rows))
-        K = torch.from_numpy(draw_crossovers(uniforms, length))
-        for way in ("1", "0.7:0.9"):
-            errors = []
-            is_held = []
-            for ids, label in zip(write_on(reader, rows, K, way), K.tolist(), strict=True):
-                posterior = crossover_posterior(in_windows(evidence, ids, reader.length)[None])
-                errors.append(abs(expected(float64(posterior)).item() - label))
-                reading = reader.read(ids)
-                is_held.append(reading.low <= label <= reading.high)
-            error = torch.tensor(errors, dtype=torch.float64, device="cpu")
-            figures: dict[str, Any] = mean_figures("error", error)
-            figures["median"] = error.median().item()
-            figures["coverage"] = float(np.mean(is_held))
-            lengths_found[f"{length} tokens, {way}"] = figures
-            print0(f"{length} tokens, {way}: {figures}")
-    alarms = [reader.read(ids) for ids in texts_of(ALARM_TEXTS, ALARM_TOKENS)]
-    results: dict[str, Any] = {
-        "lengths": lengths_found,
-        "false_alarms": float(np.mean([len(reading.passages) > 0 for reading in alarms])),
-        "natural_warnings": unusual(alarms),
-    }
-    print0(f"Natural texts: {results}")
-    natural = texts_of(settings.num_texts, TEXT_TOKENS)
-    draw = random_stream(SEED, "passages")
-    starts = torch.from_numpy(draw.integers(100, 201, len(natural)))
-    lengths = torch.tensor(PASSAGES).repeat(len(natural))[: len(natural)]
-    places = torch.arange(TEXT_TOKENS)
-    is_written = (places >= starts[:, None]) & (places < (starts + lengths)[:, None])
-    for way in reader.ways:
-        written = write_on(reader, natural[:, : 200 + max(PASSAGES)], starts, way)
-        written = F.pad(written, (0, TEXT_TOKENS - written.size(1)))
-        scores = []
-        is_found = []
-        for ids, truth in zip(torch.where(is_written, written, natural), is_written, strict=True):
-            reading = reader.read(ids)
-            posterior = crossover_posterior(in_windows(evidence, ids, reader.length)[None])[0]
-            of_crossover = 1 - float64(posterior).exp().cumsum(0) + float64(posterior).exp()
-            said = torch.stack((reading.natural, of_crossover))
-            scores.append((said - (~truth).double()).square().mean(1))
-            is_found.append(any(truth[first:end].any() for first, end in reading.passages))
-        brier = torch.stack(scores)  # (n, 2)
-        found = torch.tensor(is_found).double()
-        results[way] = {
-            "brier": brier[:, 0].mean().item(),
-            "brier_one_crossover": brier[:, 1].mean().item(),
-            **difference(brier[:, 0], brier[:, 1], 1),
-            "found": {str(size): found[lengths == size].mean().item() for size in PASSAGES},
-        }
-        print0(f"{way}: {results[way]}")
     return results
 
 

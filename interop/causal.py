@@ -8,6 +8,7 @@ Shapes: B sequences of T tokens, V token ids, C channels; n natural blocks.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from common.device import evaluating
 from common.log import progress
 from common.process import require
 from generation.completions import PLAIN
-from generation.sampling import Sampling
+from generation.sampling import Sampling, sampling_distribution
 from reward.reader import WAYS, Reader
 from training.huggingface import load_transformers
 
@@ -91,41 +92,52 @@ class CausalReader(Reader):
         natural, logits, states = super().outputs(ids)
         return natural[:, begin:], logits[:, begin:], states[:, begin:]
 
-    def write(self, natural: Tensor, crossovers: Tensor, way: Sampling, seed: int) -> Tensor:
+    def write(
+        self, natural: Tensor, crossovers: Tensor, ways: Sequence[Sampling], seed: int
+    ) -> Tensor:
         begin = len(self.start)
         blocks = self.started(natural.cpu())
-        texts = complete(self.generator.model, blocks, crossovers + begin, seed, way)
+        texts = complete(self.generator.model, blocks, crossovers + begin, seed, ways)
         return texts[:, begin:].to(self.device)
 
 
 @torch.no_grad()
 def complete(
-    model: Any, natural: Tensor, crossovers: Tensor, seed: int, way: Sampling = PLAIN
+    model: Any, natural: Tensor, crossovers: Tensor, seed: int, ways: Sequence[Sampling] = (PLAIN,)
 ) -> Tensor:
     """Return blocks (n, T) that keep crossovers (n,) natural tokens; a model generates the rest.
 
-    natural: (n, T) int64, on the CPU.
+    natural: (n, T) int64, on the CPU; as many of each way of sampling, one way after the other.
     """
-    T = natural.size(1)
+    n, T = natural.shape
+    way_of = torch.arange(len(ways)).repeat_interleave(n // len(ways))
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", T)
     require(positions >= T, f"blocks of {T} tokens: the generator reads at most {positions}")
     ids = natural.clone()
     model = copy(model)  # shares the weights; only its generation_config is another
-    options: dict[str, Any] = {"pad_token_id": 0}
-    if way.temperature > 0:
-        options.update(do_sample=True, temperature=float(way.temperature), top_p=way.top_p)
-        options["top_k"] = way.top_k or 0
+    options = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
     model.generation_config = load_transformers().GenerationConfig(**options)
     different = crossovers.unique().tolist()
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         for crossover in progress("Crossovers", iterable=different):
             for rows in (crossovers == crossover).nonzero()[:, 0].split(ROWS):
+                # Texts of all ways are generated together.
+                counts = way_of[rows].bincount(minlength=len(ways)).tolist()
                 prompts = natural[rows, :crossover].to(model.device)
                 written = model.generate(
                     input_ids=prompts,
                     attention_mask=torch.ones_like(prompts),
                     max_new_tokens=T - crossover,
+                    logits_processor=[partial(distributions, ways, counts)],
                 )
                 ids[rows] = written.cpu()
     return ids
+
+
+def distributions(
+    ways: Sequence[Sampling], counts: Sequence[int], ids: Tensor, logits: Tensor
+) -> Tensor:
+    """Return log-probabilities (R, V) of next tokens, for the numbers of rows of each way."""
+    parts = zip(logits.split(counts), ways, strict=True)
+    return torch.cat([sampling_distribution(part, way) for part, way in parts])

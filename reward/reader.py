@@ -40,6 +40,7 @@ SEED = 42  # of the samples
 FIT_BLOCKS = 160  # natural texts; the model also writes the end of each, in each way
 REPORT_BLOCKS = 64
 GREEDY = 1e-3  # the temperature that stands for 0
+LEAST_SCORE = -80.0  # below the likeliest token's; exp of less is slow, and no share of a sum
 OTHER_SHARE = 0.01  # of written tokens that q_s may exclude, as after an edit
 DESCRIBED = 4  # numbers that describe a text
 CHUNK = 2**20  # logits described at a time
@@ -74,19 +75,20 @@ def way_log_probs(log_q: Tensor, ids: Tensor, ways: Sequence[Sampling]) -> Tenso
     own = log_q.gather(-1, ids[:, None])
     is_likelier = log_q > own
     rank = is_likelier.sum(-1)
+    relative = log_q - log_q.amax(-1, keepdim=True)
     of_ways = []
     for way in ways:
-        scores = log_q / max(way.temperature, GREEDY)
-        kept = scores
+        scores = (relative / max(way.temperature, GREEDY)).clamp(min=LEAST_SCORE)
+        mass = scores.exp()  # 1 for the likeliest token
+        kept = mass
         if way.top_k is not None:
-            kept = scores.topk(min(way.top_k, log_q.size(-1))).values
-        total = kept.logsumexp(-1)
-        log_probs = scores.gather(-1, ids[:, None])[:, 0] - total
+            kept = mass.topk(min(way.top_k, log_q.size(-1))).values
+        total = kept.sum(-1)
+        log_probs = scores.gather(-1, ids[:, None])[:, 0] - total.log()
         is_excluded = rank >= kept.size(-1)
         if way.top_p < 1:
-            q = (scores - total[:, None]).exp()
-            is_excluded |= (q * is_likelier).sum(-1) >= way.top_p
-            log_probs = log_probs - q.amax(-1).clamp(min=way.top_p).log()
+            is_excluded |= (mass * is_likelier).sum(-1) >= way.top_p * total
+            log_probs = log_probs - (1 / total).clamp(min=way.top_p).log()
         of_ways.append(log_probs.masked_fill(is_excluded, -torch.inf))
     return torch.stack(of_ways, -1)
 
@@ -155,15 +157,19 @@ class Reader:
             natural = token_log_probs(p.logits(p.trunk(before)), ids[:, 1:])
         return natural, logits, logits[..., :0]
 
-    def write(self, natural: Tensor, crossovers: Tensor, way: Sampling, seed: int) -> Tensor:
+    def write(
+        self, natural: Tensor, crossovers: Tensor, ways: Sequence[Sampling], seed: int
+    ) -> Tensor:
         """Return texts (n, T) int64 that keep K (n,) natural tokens; the generator writes the rest.
 
-        natural: (n, T) int64.
+        natural: (n, T) int64, as many texts of each way of sampling, one way after the other.
         """
         draw = random_stream(seed, "reader")
         uniforms = torch.from_numpy(draw.random((*natural.shape, 1), dtype=np.float32)).mT
         complete = Completer(self.generator, self.length)
-        return complete(natural, crossovers[:, None], uniforms, way).ids[:, 0]
+        inputs = (natural, crossovers[:, None], uniforms)
+        parts = zip(*(each.chunk(len(ways)) for each in inputs), ways, strict=True)
+        return torch.cat([complete(*part).ids[:, 0] for part in parts])
 
     @torch.no_grad()
     def numbers(self, ids: Tensor) -> Tensor:
@@ -223,16 +229,14 @@ class Reader:
         """
         count = min(most, len(blocks))
         chosen = blocks[evenly_spaced(np.arange(count), len(blocks), count)].to(self.device)
-        texts = [chosen]
-        crossovers = [torch.full((count,), self.length)]
-        for number, way in enumerate(self.ways):
-            draw = random_stream(SEED, part, number)
-            K = torch.from_numpy(draw_crossovers(draw.random(count), self.length, self.distinct))
-            texts.append(self.write(chosen, K, parse_way(way), int(draw.integers(2**31))))
-            crossovers.append(K)
-        rows = progress("Reading samples", iterable=torch.cat(texts).split(WINDOWS))
+        draw = random_stream(SEED, part)
+        uniforms = draw.random(count * len(self.ways))
+        K = torch.from_numpy(draw_crossovers(uniforms, self.length, self.distinct))
+        ways = [parse_way(way) for way in self.ways]
+        written = self.write(chosen.repeat(len(ways), 1), K, ways, int(draw.integers(2**31)))
+        rows = progress("Reading samples", iterable=torch.cat((chosen, written)).split(WINDOWS))
         numbers = torch.cat([self.numbers(ids) for ids in rows])
-        K = torch.cat(crossovers).to(self.device)
+        K = F.pad(K, (count, 0), value=self.length).to(self.device)
         return numbers, K, torch.arange(len(K), device=self.device) % count
 
     def fit(self, blocks: Tensor, unseen: Tensor) -> None:

@@ -162,12 +162,13 @@ def test_a_fit_reads_other_ways_of_sampling(
     reader = make_reader(load_checkpoint("model.pt"), "model.pt", torch.device("cpu"))
     reader.load("model.reader.pt")
     assert list(reader.figures) == ["1", "0.5"] and reader.ways == ("1", "0.5")
-    assert reader.figures["0.5"]["r2"] > 0.3 and reader.figures["0.5"]["coverage"] > 0.8
+    assert reader.figures["0.5"]["coverage"] > 0.8
 
     finished = succeed("evaluate", **read_text)
     assert "on texts of 16 tokens" in finished and "is unlike those" not in finished
     if kind == "reward model":
-        (tmp_path / "natural.txt").write_text("e" * 200)
+        assert reader.figures["0.5"]["r2"] > 0.3
+        (tmp_path / "natural.txt").write_text("." * 200)
         assert "is unlike those that the reader was" in succeed("evaluate", **read_text)
     changed = torch.load("model.pt")
     name = "transformer.ln_f.weight" if kind == "generator" else "generator.transformer.ln_f.weight"
