@@ -26,7 +26,18 @@ from cycles.pictures import COLOURS, GREY, STYLE
 from cycles.results import BETTER, NO_DIFFERENCE, WORSE
 
 Record = dict[str, Any]  # of a model; benchmarks/tasks.py has its figures
-LABELS = {"alone": "task + {:g} KL", "crossover": "crossover + {:g} task"}  # of the families
+LABELS = {  # of the families
+    "alone": "task + {:g} KL",
+    "distilled, alone": "distilled, then task + {:g} KL",
+    "crossover": "crossover + {:g} task",
+    "distilled, crossover": "distilled, then crossover + {:g} task",
+}
+COMPARED = (
+    ("crossover", "alone"),
+    ("crossover", "distilled, alone"),
+    ("distilled, crossover", "distilled, alone"),
+    ("distilled, alone", "alone"),
+)
 FIGURES = ("judge_loss", "unknown_words", "calibrated_loss", "temperature")
 
 
@@ -97,6 +108,7 @@ def show_task(results: dict[str, Any], task: str, axes: Any) -> None:
     print0(f"| --- | --- |{' --- |' * (len(FIGURES) + 1)}")
     show_model([results["natural"]], task, "natural text", axes, "black")
     show_model(results["starts"], task, "start", axes, GREY)
+    show_model(results["distilled"], task, "distilled", axes, GREY)
     for (family, label), colour in zip(LABELS.items(), COLOURS, strict=False):
         members = select(results["policies"], task=task, family=family)
         means = []
@@ -104,15 +116,17 @@ def show_task(results: dict[str, Any], task: str, axes: Any) -> None:
             seeds = select(members, weight=weight)
             means.append(show_model(seeds, task, label.format(weight), axes, colour))
         axes.plot(*np.transpose(means), color=colour)
-    differences = []
-    for seed in sorted({record["seed"] for record in results["policies"]}):
-        policies = select(results["policies"], task=task, seed=seed)
-        curves = [points_of(select(policies, family=family), task) for family in LABELS]
-        differences.append(curve_difference(curves[1], curves[0]))
-    print0(
-        f"\nJudge's loss at equal task reward, crossover minus alone: {verdict(differences)}; "
-        f"{interval(differences)}; seeds {' '.join(map(format_difference, differences))}"
-    )
+    print0("\nJudge's loss at equal task reward:")
+    for family, other in COMPARED:
+        differences = []
+        for seed in sorted({record["seed"] for record in results["policies"]}):
+            policies = select(results["policies"], task=task, seed=seed)
+            curves = [points_of(select(policies, family=name), task) for name in (family, other)]
+            differences.append(curve_difference(*curves))
+        print0(
+            f"{family} minus {other}: {verdict(differences)}; {interval(differences)}; "
+            f"seeds {' '.join(map(format_difference, differences))}"
+        )
 
 
 def show_model(

@@ -2,11 +2,12 @@
 
     python benchmarks/tasks.py --parallel 2
 
-Reads the models that benchmarks/seeds.py makes in out/seeds/SEED, and their corpora. train_grpo.py
-trains two families of policies for each task and seed: with the task's reward alone and several
-weights of the KL to the start, and with several weights of the task's reward beside the crossover
-reward. Both families take the same seconds of one thread.
-Writes out_dir/results.json and a picture; benchmarks/task_curves.py has the verdict. Policies of
+Reads the models that benchmarks/seeds.py makes in out/seeds/SEED, and their corpora. For each task
+and seed, train_grpo.py trains families of policies that differ in one weight: FAMILIES. Two of them
+start as the generator, two as a model that has first been distilled from the mixture of the
+generator's reward model. The seconds of distilling count: all families take the same seconds of one
+thread, but the reward data and the reward model of a distilled start, which are counted apart.
+Writes out_dir/results.json and a picture; benchmarks/task_curves.py has the verdicts. Policies of
 the same options in results.json are not trained again; choose another out_dir to start over.
 """
 
@@ -47,21 +48,28 @@ COMMON = {
     "lr_schedule": "linear",
     "overwrite": True,
 }
-# As many steps as take 40 seconds of one thread, without evaluations
-FAMILIES: dict[str, dict[str, Any]] = {
-    "alone": {
-        "prompts_per_step": 16,
-        "group_size": 8,
-        "learning_rate": 2e-3,
-        "max_steps": 80,
-    },
-    "crossover": {
-        "prompts_per_step": 12,
-        "group_size": 4,
-        "updates_per_step": 3,
-        "learning_rate": 2e-3,
-        "max_steps": 130,
-    },
+# As many steps as take 40 seconds of one thread, without evaluations; from the generator, twice as
+# many.
+ALONE = {"prompts_per_step": 16, "group_size": 8, "learning_rate": 2e-3, "max_steps": 80}
+CROSSOVER = {
+    "prompts_per_step": 12,
+    "group_size": 4,
+    "updates_per_step": 3,
+    "learning_rate": 2e-3,
+    "max_steps": 130,
+}
+DISTIL = {
+    "prefixes": "natural",
+    "prompts_per_step": 48,
+    "updates_per_step": 3,
+    "learning_rate": 8e-3,
+    "max_steps": 75,
+}
+FAMILIES = {
+    "alone": {**ALONE, "max_steps": 160},
+    "distilled, alone": ALONE,
+    "crossover": {**CROSSOVER, "max_steps": 260},
+    "distilled, crossover": CROSSOVER,
 }
 EVALUATIONS = 8  # during a training
 
@@ -70,7 +78,7 @@ EVALUATIONS = 8  # during a training
 class TasksSettings(Settings):
     """Follow a task by GRPO, with its reward alone and beside the crossover reward."""
 
-    seeds: tuple[int, ...] = (2, 3, 4)
+    seeds: tuple[int, ...] = (2, 3, 4, 5, 6)
     """seeds of GRPO; the models of each are in its folder in seeds_dir"""
     seeds_dir: str = "out/seeds"
     """folder of the runs of benchmarks/seeds.py"""
@@ -78,10 +86,10 @@ class TasksSettings(Settings):
     """folder for policies, results.json and tasks.png"""
     kl_weights: tuple[float, ...] = (0.04, 0.1, 0.3, 1.0)
     """weights of the KL to the start beside the task's reward alone"""
-    function_weights: tuple[float, ...] = (0.5, 1.0, 2.0, 8.0)
+    function_weights: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
     """weights of the task's reward beside the crossover reward"""
     rate_factor: float = setting(1.0, above=0)
-    """factor of the learning rates"""
+    """factor of the policies' learning rates"""
     parallel: int = setting(1, minimum=1)
     """policies at a time, each with one thread"""
 
@@ -94,13 +102,15 @@ class TasksSettings(Settings):
 
 def arms_of(settings: TasksSettings) -> list[Record]:
     """Return all arms: task, family, weight, seed, and the options of train_grpo.py."""
-    weights = [("alone", weight) for weight in settings.kl_weights]
-    weights += [("crossover", weight) for weight in settings.function_weights]
     arms = []
-    for seed, task, (family, weight) in product(settings.seeds, TASKS, weights):
-        options = options_of(settings, seed, task, family, weight)
-        arm = {"task": task, "family": family, "weight": weight, "seed": seed}
-        arms.append({**arm, "options": options})
+    for seed, task, family in product(settings.seeds, TASKS, FAMILIES):
+        weights = settings.function_weights
+        if family.endswith("alone"):
+            weights = settings.kl_weights
+        for weight in weights:
+            options = options_of(settings, seed, task, family, weight)
+            arm = {"task": task, "family": family, "weight": weight, "seed": seed}
+            arms.append({**arm, "options": options})
     return arms
 
 
@@ -108,37 +118,97 @@ def options_of(
     settings: TasksSettings, seed: int, task: str, family: str, weight: float
 ) -> dict[str, Any]:
     """Return the options of train_grpo.py for a policy."""
-    models = f"{settings.seeds_dir}/{seed}"
+    start, reward_model, _ = models_of(settings, seed, family)
+    name = family.replace(", ", "_")
     options = {
         **COMMON,
         **FAMILIES[family],
         "seed": seed,
-        "base_model_path": f"{models}/base_model_v1.pt",
+        "base_model_path": start,
         "reward_function": f"{ROOT}/benchmarks/task_rewards.py:{task}",
         "eval_interval": FAMILIES[family]["max_steps"] // EVALUATIONS,
-        "output_path": f"{settings.out_dir}/{task}_{family}_{weight:g}_seed_{seed}.pt",
+        "output_path": f"{settings.out_dir}/{task}_{name}_{weight:g}_seed_{seed}.pt",
     }
     options["learning_rate"] *= settings.rate_factor
-    if family == "alone":
+    if family.endswith("alone"):
         options["beta"] = weight
     else:
-        options["reward_model_path"] = f"{models}/reward_model_v1.pt"
+        options["reward_model_path"] = reward_model
         options["function_weight"] = weight
     return options
 
 
-def train(options: dict[str, Any]) -> float:
-    """Run train_grpo.py with one thread; return the seconds of its processor."""
-    command = [sys.executable, str(ROOT / "train_grpo.py")]
+def models_of(settings: TasksSettings, seed: int, family: str) -> tuple[str, str, str]:
+    """Return the paths of a family's start, its reward model and that model's reward data."""
+    folder = settings.seeds_dir
+    start = "base_model_v1"
+    if family.startswith("distilled"):
+        folder = settings.out_dir
+        start = "distilled"
+    folder = f"{folder}/{seed}"
+    return f"{folder}/{start}.pt", f"{folder}/reward_model_v1.pt", f"{folder}/reward_data_v1"
+
+
+def distil(settings: TasksSettings, seed: int) -> Record:
+    """Distil a seed's generator, and make a reward model of the result, unless they are there.
+
+    Return the seconds of distilling, and those of reward data and reward model.
+    """
+    generator, teacher, _ = models_of(settings, seed, "alone")
+    start, reward_model, data = models_of(settings, seed, "distilled, alone")
+    path = Path(start).with_name("seconds.json")
+    if path.is_file():
+        return read_json(path)
+    corpus = open_corpus(PLAY, 2).folder
+    distilling = run_script(
+        "train_grpo",
+        start,
+        **COMMON,
+        **DISTIL,
+        seed=seed,
+        base_model_path=generator,
+        reward_model_path=teacher,
+        eval_interval=DISTIL["max_steps"],
+        output_path=start,
+    )
+    drawing = run_script(
+        "prepare_reward_data",
+        data,
+        model_path=start,
+        input_mode="binary",
+        train_bin=corpus / "train.bin",
+        val_bin=corpus / "val.bin",
+        samples_per_chunk=10,
+        max_blocks=60,
+        seed=seed,
+        device="cpu",
+        output_dir=data,
+    )
+    fitting = run_script(
+        "train_reward_model",
+        reward_model,
+        base_model_path=start,
+        natural_model_path=f"{settings.seeds_dir}/{seed}/natural_model_v1.pt",
+        data_dir=data,
+        device="cpu",
+        output_path=reward_model,
+    )
+    seconds = {"distilling": distilling, "reward_model": drawing + fitting}
+    write_json(path, seconds)
+    return seconds
+
+
+def run_script(script: str, output: str, **options: Any) -> float:
+    """Run a script with one thread; return the seconds of its processor."""
+    command = [sys.executable, str(ROOT / f"{script}.py")]
     command += [f"--{name}={value}" for name, value in options.items()]
-    policy = Path(options["output_path"])
-    policy.parent.mkdir(parents=True, exist_ok=True)
-    log = policy.with_suffix(".txt")
+    log = Path(output).with_suffix(".txt")
+    log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w", encoding="utf-8") as file:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         child = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
         _, status, usage = os.wait4(child.pid, 0)
-    require(status == 0, f"train_grpo.py ended with status {status}: see {log}")
+    require(status == 0, f"{script}.py ended with status {status}: see {log}")
     return usage.ru_utime
 
 
@@ -192,8 +262,8 @@ def finish(arm: Record, measure: Measure, finished: Sequence[Record]) -> Record:
     for record in finished:
         if record["options"] == arm["options"]:
             return record
-    seconds = train(arm["options"])
     policy = arm["options"]["output_path"]
+    seconds = run_script("train_grpo", policy, **arm["options"])
     training = load_checkpoint(policy)["training"]
     outcome = {name: training[name] for name in ("steps", "kept_step", "stop_reason")}
     record = {**arm, **outcome, "seconds": seconds, **measure(policy)}
@@ -212,11 +282,15 @@ def main() -> None:
     results: dict[str, Any] = {"command": sys.argv, "policies": []}
     if path.is_file():
         results = read_json(path)
-    starts = [f"{settings.seeds_dir}/{seed}/base_model_v1.pt" for seed in settings.seeds]
-    measure = Measure(starts[0])
+    starts = {}
+    for kind, family in (("starts", "alone"), ("distilled", "distilled, alone")):
+        starts[kind] = [models_of(settings, seed, family)[0] for seed in settings.seeds]
+    measure = Measure(starts["starts"][0])
     results["natural"] = measure.of_natural_text()
     with ThreadPoolExecutor(settings.parallel) as pool:
-        results["starts"] = list(pool.map(measure, starts))
+        results["seconds"] = list(pool.map(lambda seed: distil(settings, seed), settings.seeds))
+        for kind, paths in starts.items():
+            results[kind] = list(pool.map(measure, paths))
         arms = arms_of(settings)
         finished = results["policies"]
         results["policies"] = []
