@@ -4,7 +4,7 @@
 
 All methods are fitted on the same crossover samples of natural blocks, and measured on the same
 samples of unseen blocks. A peer's scores of tokens, with a scale and an offset fitted, are evidence
-as that of our reader is. SeqXGPT is trained on the samples. "today" is log m/q at temperature 1.
+as that of our reader is. SeqXGPT is trained on the samples.
 --generator takes a Hugging Face model instead. Writes results.json; samples are kept in out_dir, so
 that an interrupted run continues there.
 Shapes: n texts of T tokens, B of them at a time, V token ids, C columns of a method, b blocks.
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.device import float64, random_stream, select_device
+from common.device import random_stream, select_device
 from common.files import load_state, save_state, write_json
-from common.log import print0, progress
+from common.log import format_metrics, print0, progress
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from data_loader import evenly_spaced, open_corpus, open_token_file, validation_part
@@ -34,10 +34,17 @@ from generation.prompts import draw_crossovers
 from interop.causal import CausalModel, CausalReader
 from interop.crossover_reward import load_model, load_tokenizer
 from metrics.intervals import block_means, format_figure, mean_figures
-from metrics.reward_skill import measure_skill
 from reward.fit_reader import make_reader
-from reward.reader import FIT_BLOCKS, Reader, parse_way
-from reward.reading import TAIL, WINDOWS, crossover_posterior
+from reward.mixture import minimize
+from reward.reader import (
+    FIT_BLOCKS,
+    SHOWN,
+    expected_crossover,
+    measure_readings,
+    parse_way,
+    posterior_loss,
+)
+from reward.reading import WINDOWS, crossover_posterior
 from training import checkpoint as ckpt
 
 OTHER_WAYS = ("0.9:0.95", "0.7:0.8")  # no method is fitted on them
@@ -84,11 +91,8 @@ def main() -> None:
     model = settings.model_path or settings.generator
     reader = open_reader(settings, model)
     fit_blocks, blocks = read_blocks(settings, reader)
-    today = None
-    if reader.pair is not None:
-        today = Reader(reader.pair, reader.length, ("1",))
     fitted = draw_samples(reader, fit_blocks, reader.ways, 1, out / "fit.pt")
-    methods = fit_methods(reader, today, fitted)
+    methods = fit_methods(reader, fitted)
     num_each = -(-settings.samples // len(blocks))
     ways = (*reader.ways, *OTHER_WAYS)
     report = draw_samples(reader, blocks, ways, num_each, out / "report.pt")
@@ -276,21 +280,14 @@ def fit_scale(columns: Tensor, crossovers: Tensor) -> nn.Linear:
     """
     scale = nn.Linear(columns.size(2), 1).to(columns.device)
     nn.init.zeros_(scale.weight)
-    optimizer = torch.optim.LBFGS(scale.parameters(), max_iter=100, line_search_fn="strong_wolfe")
-    is_natural = crossovers == columns.size(1)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        log_p = crossover_posterior(scale(columns)).gather(1, crossovers[:, None] - 1)
-        loss = -(log_p[is_natural].mean() + log_p[~is_natural].mean()) / 2
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    minimize(
+        list(scale.parameters()),
+        lambda: posterior_loss(crossover_posterior(scale(columns)), crossovers),
+    )
     return scale
 
 
-def fit_methods(reader: Any, today: Any, samples: dict[str, Any]) -> dict[str, Method]:
+def fit_methods(reader: Any, samples: dict[str, Any]) -> dict[str, Method]:
     """Fit the reader and its peers to samples; return all methods by name, the reader first."""
     blocks = samples["blocks"]
     count = len(blocks)
@@ -303,19 +300,13 @@ def fit_methods(reader: Any, today: Any, samples: dict[str, Any]) -> dict[str, M
     reader.make_texts = lambda *_: (columns["reader"], K, block)
     reader.measure = lambda _: None
     reader.fit(blocks, blocks)
-    methods: dict[str, Method] = {"reader": lambda seen: posterior_of(reader, seen["reader"])}
-    if today is not None:
-        # Its numbers are the first of our reader's: the next is log q at temperature 1.
-        methods["today"] = lambda seen: posterior_of(today, seen["reader"][..., :5])
+    methods: dict[str, Method] = {
+        "reader": lambda seen: crossover_posterior(reader.evidence(seen["reader"]))
+    }
     is_held_out = block >= (1 - HELD_OUT) * count
     for name in columns.keys() - {"reader"}:
         methods[name] = fit_peer(name, columns[name], K, is_held_out)
     return methods
-
-
-def posterior_of(reader: Any, numbers: Tensor) -> Tensor:
-    """Return log P(K) (n, T) by a reader, from the numbers (n, T, F) of texts."""
-    return crossover_posterior(reader.evidence(numbers))
 
 
 def fit_peer(name: str, columns: Tensor, crossovers: Tensor, is_held_out: Tensor) -> Method:
@@ -334,59 +325,15 @@ def fit_peer(name: str, columns: Tensor, crossovers: Tensor, is_held_out: Tensor
 # figures
 
 
-def expected(log_posterior: Tensor) -> Tensor:
-    """Return E[K] (n,) if there is a crossover, from log P(K) (n, T)."""
-    written = log_posterior[:, :-1].softmax(1)
-    return written @ torch.arange(1.0, log_posterior.size(1), dtype=written.dtype)
-
-
-def bounds(log_posterior: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ends (n,) of the 95% intervals of K, from log P(K) (n, T)."""
-    more = 1 - log_posterior.exp().cumsum(1)  # P(K > 1), ..., P(K > T)
-    low = 1 + (more > 1 - TAIL).sum(1)
-    high = 1 + (more > TAIL).sum(1)
-    return low, high
-
-
-def figures_of(
-    of_natural: Tensor, of_written: Tensor, label: Tensor, block: Tensor
-) -> dict[str, Any]:
-    """Return the figures of a method from log P(K) of natural texts and of samples (n, T).
-
-    Coverage is of texts half of which are natural to their end; the rest is of the samples.
-    """
-    T = of_written.size(1)
-    figures = measure_skill(expected(of_written) / T, label / T, block, T)
-    low, high = bounds(of_written)
-    is_covered = (low <= label) & (high >= label)
-    figures["width"] = (high - low).double().median().item()
-    is_natural_covered = bounds(of_natural)[1] == T
-    figures["coverage"] = (
-        is_covered.double().mean() + is_natural_covered.double().mean()
-    ).item() / 2
-    return figures
-
-
-def difference(ours: Tensor, theirs: Tensor, num_each: int) -> dict[str, Any]:
-    """Return the mean of ours - theirs (n,), its interval by blocks of samples, and a verdict."""
-    figures: dict[str, Any] = mean_figures("difference", block_means(ours - theirs, num_each))
-    figures["verdict"] = "no difference shown"
-    if figures["difference_low"] is not None:
-        if figures["difference_high"] < 0:
-            figures["verdict"] = "better"
-        if figures["difference_low"] > 0:
-            figures["verdict"] = "worse"
-    return figures
-
-
 @torch.no_grad()
 def measure_rows(
     reader: Any, methods: dict[str, Method], samples: dict[str, Any], ways: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the figures of every method, and ours compared with others, by way of sampling."""
-    blocks = samples["blocks"]
-    natural = look(reader, blocks)
-    of_natural = {name: float64(method(natural)) for name, method in methods.items()}
+    """Return the figures of every method, and the reader's error minus that of its best peer, by
+    way of sampling. The intervals are over natural blocks.
+    """
+    natural = look(reader, samples["blocks"])
+    of_natural = {name: method(natural) for name, method in methods.items()}
     results = {}
     for way in ways:
         ids, K, block = samples[way]
@@ -394,21 +341,18 @@ def measure_rows(
         row: dict[str, Any] = {}
         errors = {}
         for name, method in methods.items():
-            posterior = float64(method(columns))
-            row[name] = figures_of(of_natural[name], posterior, K, block)
-            errors[name] = (expected(posterior) - K).abs()
-            print0(
-                f"{way}, {name}: R2 {format_figure(row[name], 'r2', '.3f')}, mean error "
-                f"{row[name]['mae_tokens']:.1f} tokens, coverage {row[name]['coverage']:.3f}, "
-                f"width {row[name]['width']:.0f}"
-            )
-        peers = errors.keys() - {"reader", "today"}
-        row["best_peer"] = min(peers, key=lambda name: row[name]["mae_tokens"])
-        for name in {row["best_peer"], "today"} & errors.keys():
-            found = difference(errors["reader"], errors[name], len(ids) // len(blocks))
-            row[f"than {name}"] = found
-            shown = format_figure(found, "difference", ".2f")
-            print0(f"{way}: {found['verdict']} than {name}, error {shown}")
+            log_posterior = method(columns)
+            row[name] = measure_readings(of_natural[name], log_posterior, K, block)
+            errors[name] = (expected_crossover(log_posterior) - K).abs()
+            shown = {figure: row[name][figure] for figure in SHOWN}
+            print0(f"{way}, {name}: {format_metrics(shown)}")
+        peer = min(errors.keys() - {"reader"}, key=lambda name: row[name]["mae_tokens"])
+        differences = block_means(
+            errors["reader"] - errors[peer], len(ids) // len(natural["reader"])
+        )
+        row["best_peer"] = peer
+        row.update(mean_figures("difference", differences))
+        print0(f"{way}: error minus that of {peer} {format_figure(row, 'difference', '.2f')}")
         results[way] = row
     return results
 

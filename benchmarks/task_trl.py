@@ -128,7 +128,7 @@ def main() -> None:
     measured, fitted, trained, judged = blocks.tensor_split(PARTS)
     library = tokenizer.decode(judged.flatten())
     tokens = measured.flatten().numpy()
-    quality = TextQuality(tokenizer, library, tokens, LENGTH, SAMPLES, PROMPT / LENGTH)
+    quality = TextQuality(tokenizer, library, tokens, LENGTH, SAMPLES, library, PROMPT / LENGTH)
 
     start = f"{settings.out_dir}/start"
     if not Path(start).exists():

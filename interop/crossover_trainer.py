@@ -209,13 +209,11 @@ class CrossoverTrainer(GRPOTrainer):
         return self._terms["log_probs"], self._terms["entropy"], None
 
     def _task_weight(self) -> float:
-        """Return the factor of TRL's advantages: 1, or the largest absolute weight; 0 without task.
+        """Return the factor of TRL's advantages: 1, or the largest absolute weight.
 
         When TRL divides by a standard deviation, a factor that all weights share cancels. It always
         divides with normalize_then_sum.
         """
-        if not self.has_functions:
-            return 0.0
         is_sum = self.multi_objective_aggregation == "sum_then_normalize"
         if is_sum and self.scale_rewards == "none":
             return 1.0

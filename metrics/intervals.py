@@ -27,7 +27,7 @@ def confidence_interval(
     of variance"). Each end is the farther one of two: that of Student's t interval, which misses
     too often on one side if the units are skewed, and that of the same interval with the skewness
     removed, which misses too often if a few units have an untypical skewness.
-    benchmarks/coverage.py measures how often the interval holds the true value.
+    tests/test_metrics_intervals.py measures how often the interval holds the true value.
     """
     n = len(units)
     if n < MIN_BLOCKS:

@@ -101,19 +101,19 @@ class TextQuality:
         tokens: np.ndarray,
         length: int,
         num_samples: int,
+        judged: str,
         prompt_share: float = PROMPT_SHARE,
-        judged: str = "",
         judge_text: str = "unread",
     ) -> None:
         """Take prompts from a natural text (n,), in rows of N = length tokens.
 
         library: natural texts from which the known words come. prompt_share: the prompt's share of
-        a row. judged: natural text from which the judge comes; "": the library. judge_text: what is
-        known of that text, "unread" by the models or "natural"; it is reported with the figures.
+        a row. judged: natural text from which the judge comes. judge_text: what is known of that
+        text, "unread" by the models or "natural"; it is reported with the figures.
         """
         self.tokenizer = tokenizer
         self.tokens = tokens
-        self.judge = Judge(judged or library)
+        self.judge = Judge(judged)
         self.judge_text = judge_text
         self.known_words = frozenset(words_of(library))
         num_swept = min(SWEEP_SAMPLES, num_samples)

@@ -113,6 +113,48 @@ def check_ways(errors: Errors, ways: Sequence[str]) -> None:
         parse_way(way)
 
 
+def posterior_loss(log_posterior: Tensor, crossovers: Tensor) -> Tensor:
+    """Return -log P(K) () of texts (n, T); half is that of texts that are natural to their end."""
+    log_p = log_posterior.gather(1, crossovers[:, None] - 1)
+    is_natural = crossovers == log_posterior.size(1)
+    return -(log_p[is_natural].mean() + log_p[~is_natural].mean()) / 2
+
+
+def measure_readings(
+    natural: Tensor, written: Tensor, crossovers: Tensor, blocks: Tensor
+) -> dict[str, Any]:
+    """Return figures of log P(K) of natural texts (b, T), and of texts (n, T) with crossovers (n,).
+
+    Those of `measure_skill` and the median error in tokens are of E[K] where the generator wrote.
+    Coverage is the share of texts, half of them natural to their end, whose K is in the 95 %
+    interval. blocks: (n,), the natural block of each text.
+    """
+    T = written.size(1)
+    K = crossovers.cpu()
+    expected = expected_crossover(written)
+    figures = measure_skill(expected / T, K / T, blocks, T)
+    figures["median_tokens"] = (expected - K).abs().median().item()
+    at_end = torch.full((len(natural),), T)
+    shares = [is_covered(natural, at_end).mean(), is_covered(written, K).mean()]
+    figures["coverage"] = torch.stack(shares).mean().item()
+    return figures
+
+
+def expected_crossover(log_posterior: Tensor) -> Tensor:
+    """Return E[K] (n,) float64 if there is a crossover, from log P(K) (n, T)."""
+    written = float64(log_posterior)[:, :-1].softmax(1)
+    return written @ float64(torch.arange(1, log_posterior.size(1)))
+
+
+def is_covered(log_posterior: Tensor, crossovers: Tensor) -> Tensor:
+    """Return 1 where the 95 % interval of log P(K) (n, T) holds K (n,), else 0, (n,) float64."""
+    posterior = float64(log_posterior).exp()
+    place = crossovers[:, None] - 1
+    at_most = posterior.cumsum(1).gather(1, place)
+    less = at_most - posterior.gather(1, place)
+    return float64((at_most > TAIL) & (less < 1 - TAIL))
+
+
 class Reader:
     """The numbers of each token from a model's logits, and the evidence that they are.
 
@@ -251,14 +293,10 @@ class Reader:
         if self.pair is None:
             size = 1 + len(self.mean)
             self.learned = torch.zeros(size, device=self.device, requires_grad=True)
-        is_natural = crossovers == self.length
 
         def loss() -> Tensor:
-            """Return -log P(K): half is that of texts that are natural to their end."""
-            log_posterior = crossover_posterior(self.evidence(numbers))
-            log_p = log_posterior.gather(1, crossovers[:, None] - 1)
             penalty = PENALTY * self.learned[1 + DESCRIBED :].square().sum()
-            return penalty - (log_p[is_natural].mean() + log_p[~is_natural].mean()) / 2
+            return penalty + posterior_loss(crossover_posterior(self.evidence(numbers)), crossovers)
 
         minimize([self.learned, self.log_scale], loss)
         self.texts = self.summary(numbers)
@@ -270,26 +308,13 @@ class Reader:
 
     @torch.no_grad()
     def measure(self, blocks: Tensor) -> None:
-        """Set and print the figures of unseen natural blocks (b, T) int64, by way of sampling.
-
-        Those of `measure_skill` and the median error in tokens are of E[K] where the generator
-        wrote. Coverage is the share of texts, half of them natural to their end, whose K is in the
-        95 % interval.
-        """
+        """Set and print the figures of unseen natural blocks (b, T) int64, by way of sampling."""
         numbers, crossovers, _ = self.make_texts(blocks, REPORT_BLOCKS, "report")
-        T = self.length
-        posterior = float64(crossover_posterior(self.evidence(numbers))).exp()  # (n, T)
-        K = crossovers.cpu()
-        own = posterior.gather(1, K[:, None] - 1)
-        at_most = posterior.cumsum(1).gather(1, K[:, None] - 1)
-        is_covered = float64((at_most > TAIL) & (at_most - own < 1 - TAIL))
-        written = posterior[:, :-1] / posterior[:, :-1].sum(1, keepdim=True)
-        expected = written @ float64(torch.arange(1, T))
-        natural, *of_ways = torch.arange(len(K)).chunk(1 + len(self.ways))
-        for way, rows in zip(self.ways, of_ways, strict=True):
-            figures = measure_skill(expected[rows] / T, K[rows] / T, natural, T)
-            figures["median_tokens"] = (expected[rows] - K[rows]).abs().median().item()
-            figures["coverage"] = is_covered[torch.cat((natural, rows))].mean().item()
+        count = 1 + len(self.ways)
+        natural, *of_ways = crossover_posterior(self.evidence(numbers)).chunk(count)  # (b, T) each
+        _, *crossovers_of_ways = crossovers.chunk(count)
+        for way, written, K in zip(self.ways, of_ways, crossovers_of_ways, strict=True):
+            figures = measure_readings(natural, written, K, torch.arange(len(K)))
             self.figures[way] = figures
             print0(f"  sampled at {way}: {format_metrics({name: figures[name] for name in SHOWN})}")
 

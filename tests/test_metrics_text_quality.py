@@ -43,7 +43,7 @@ def test_scripts_without_spaces_have_pairs_of_characters():
     assert not measure.has_words
     assert measure.pairs(["你今天天气好"]) == [("今", "天"), ("天", "天"), ("天", "气")]
     tokenizer = TokenizationManager.from_text(text)
-    quality = TextQuality(tokenizer, text, tokenizer.encode(text), 20, 9, 0.2)
+    quality = TextQuality(tokenizer, text, tokenizer.encode(text), 20, 9, text, 0.2)
     assert quality.natural["unknown_words"] is None and quality.natural["judge_loss"] > 0
     assert DistinctPairs(["한국어 문장 하나 둘 셋, 你好"]).has_words
 
@@ -81,7 +81,7 @@ DIGITS = str.maketrans("0123456789", "abcdefghij")
 def test_the_temperature_is_that_of_natural_diversity(share, is_reached):
     natural = words(np.random.default_rng(1).random(20_000), share)
     tokenizer = TokenizationManager.from_text("abcdefghijklmnopqrstuvwxyz ")
-    measure = TextQuality(tokenizer, natural, tokenizer.encode(natural), 128, 40)
+    measure = TextQuality(tokenizer, natural, tokenizer.encode(natural), 128, 40, natural)
     # Other completions choose the temperature than those that it is judged by.
     assert not torch.equal(measure.sweep.uniforms, measure.report.uniforms)
     found = measure.of_model(Writer(tokenizer))
@@ -125,7 +125,9 @@ def test_the_temperature_of_a_share_by_hand():
 
 def test_natural_texts_are_rows_that_do_not_overlap():
     text = "".join(map(chr, range(500)))
-    quality = TextQuality(TokenizationManager.from_text(text), text, np.arange(500), 100, 10, 0.2)
+    quality = TextQuality(
+        TokenizationManager.from_text(text), text, np.arange(500), 100, 10, text, 0.2
+    )
     assert quality.report.natural[:, 0].diff().unique().tolist() == [40, 41]
     prompts, texts = quality.texts(quality.natural_rows(quality.report))
     assert list(map(len, prompts)) == [20] * 4 and len(set("".join(texts))) == 4 * 80
@@ -139,7 +141,7 @@ def test_characters_in_parts_belong_to_what_is_written():
             return bytes(ids.tolist()).decode(errors="replace")
 
     tokens = np.frombuffer("naïve café".encode()[:-1], np.uint8)
-    quality = TextQuality(Bytes(), "naïve", tokens, 11, 2, 0.3)
+    quality = TextQuality(Bytes(), "naïve", tokens, 11, 2, "naïve", 0.3)
     assert quality.prompt_length == 3  # within the character after "na"
     rows = quality.natural_rows(quality.report)
     assert quality.texts(rows) == (["na"], ["ïve caf"])
