@@ -51,13 +51,6 @@ def as_words(options: Mapping[str, Any]) -> list[str]:
     return [f"--{name}={value}" for name, value in options.items()]
 
 
-def run_module(name: str, *arguments: str, **options: Any) -> None:
-    """Run `python -m name` and show what it prints. Raise UserError if it fails."""
-    command = [sys.executable, "-m", name, *arguments, *as_words(options)]
-    status = subprocess.run(command).returncode
-    require(status == 0, f"{name} ended with status {status}: fix the cause")
-
-
 def time_python(arguments: Sequence[str], folder: str | Path = ".") -> float:
     """Run Python in a folder, without showing what it prints; return its seconds.
 

@@ -1,12 +1,11 @@
-"""Compare the tokens per second of the project's generation with other implementations.
+"""Compare the tokens per second of the project's generation with Hugging Face's.
 
     python benchmarks/generation.py --shapes S --num_runs 3
 
-The ways: the project's Completer, with as many rows at a time as it chooses; `generate` of Hugging
-Face with its cache, for several batch sizes; and nanoGPT's loop, which reads the whole prefix again
-for each token. Completer keeps a random number of natural tokens in each row, as for reward data;
-the others need prompts of equal length, here of one token. All use the same untrained model:
-speed does not depend on weights. Needs requirements-interop.txt.
+The ways: the project's Completer, with as many rows at a time as it chooses, and `generate` of
+Hugging Face with its cache, for several batch sizes. Completer keeps a random number of natural
+tokens in each row, as for reward data; `generate` needs prompts of equal length, here of one token.
+Both use the same untrained model: speed does not depend on weights. Needs requirements-interop.txt.
 """
 
 import sys
@@ -33,21 +32,19 @@ from training.huggingface import their_model
 
 VOCAB_SIZE = 65
 SHAPES = {
-    "XS": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16},
     "S": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64},
     "M": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256},
 }
 GROUP = 16  # completions of each natural block
 HUGGING_FACE_ROWS = (128, 512)
-NANOGPT_ROWS = {"XS": 64, "S": 64, "M": 4}  # few, because it reads every prefix again
 
 
 @dataclass
 class GenerationSettings(Settings):
-    """Compare our generation with others."""
+    """Compare our generation with Hugging Face's."""
 
-    shapes: tuple[Literal["XS", "S", "M"], ...] = ("S", "M")
-    """XS (2 layers, width 32, 16 positions), S (4, 128, 64), M (6, 384, 256)"""
+    shapes: tuple[Literal["S", "M"], ...] = ("S", "M")
+    """S (4 layers, width 128, 64 positions), M (6, 384, 256)"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
     num_runs: int = setting(3, minimum=1)
@@ -65,8 +62,6 @@ def main() -> None:
         ways = {"Completer": completer_way(model)}
         for batch in HUGGING_FACE_ROWS:
             ways[f"Hugging Face, {batch} rows"] = hugging_face_way(model, batch)
-        rows = NANOGPT_ROWS[name]
-        ways[f"nanoGPT, {rows} rows"] = nanogpt_way(model, rows)
         print(f"\nShape {name} on {device}")
         compare("tokens/s", ways, settings.num_runs, form=",.0f")
 
@@ -116,23 +111,6 @@ def hugging_face_way(model: GPT, rows: int) -> Callable[[], float]:
             top_k=0,
             pad_token_id=0,
         )
-
-    return partial(rate, write, rows * num_new)
-
-
-def nanogpt_way(model: GPT, rows: int) -> Callable[[], float]:
-    """Return a function that fills rows as nanoGPT does, without a cache."""
-    prompts = one_token_prompts(model, rows)
-    num_new = model.config.block_size - 1
-
-    @torch.no_grad()
-    def write() -> Tensor:
-        ids = prompts
-        for _ in range(num_new):
-            logits, _ = model(ids)
-            drawn = torch.multinomial(logits[:, -1].float().softmax(1), 1)
-            ids = torch.cat((ids, drawn), 1)
-        return ids
 
     return partial(rate, write, rows * num_new)
 

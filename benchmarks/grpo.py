@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.compare import as_words, compare, run_module, time_python
+from benchmarks.compare import as_words, compare, time_python
 from common.log import read_records
 from common.process import run_main
 from common.settings import Settings, parse_settings, setting
@@ -57,14 +58,19 @@ def main() -> None:
         compare("seconds per step", ways, settings.num_runs)
 
 
+def run(script: str, *arguments: str, **options: Any) -> None:
+    """Run a script with these options."""
+    time_python(["-m", script, *arguments, *as_words(options)])
+
+
 def make_models(folder: Path) -> None:
     """Make a corpus of random text, a generator, a natural model, and a reward model of them."""
     text = folder / "text.txt"
     text.write_text("".join(random.Random(0).choices(CHARACTERS, k=50_000)), encoding="utf-8")
     corpus = folder / "corpus"
-    run_module("prepare_text", str(text), out_dir=corpus, tokenization="char")
+    run("prepare_text", str(text), out_dir=corpus, tokenization="char")
     for seed, model in enumerate(("generator", "natural")):
-        run_module(
+        run(
             "train",
             dataset=corpus,
             out_dir=folder,
@@ -78,7 +84,7 @@ def make_models(folder: Path) -> None:
         )
     generator = folder / "generator.pt"
     data = folder / "data"
-    run_module(
+    run(
         "prepare_reward_data",
         model_path=generator,
         dataset=corpus,
@@ -87,7 +93,7 @@ def make_models(folder: Path) -> None:
         max_blocks=30,
         device="cpu",
     )
-    run_module(
+    run(
         "train_reward_model",
         base_model_path=generator,
         natural_model_path=folder / "natural.pt",
@@ -95,7 +101,7 @@ def make_models(folder: Path) -> None:
         output_path=folder / "reward.pt",
         device="cpu",
     )
-    run_module("interop.export", checkpoint_path=generator, output_dir=folder / "exported")
+    run("interop.export", checkpoint_path=generator, output_dir=folder / "exported")
 
 
 def our_seconds(folder: Path, credit: str, settings: GRPOBenchSettings) -> float:
@@ -117,7 +123,7 @@ def our_seconds(folder: Path, credit: str, settings: GRPOBenchSettings) -> float
         "eval_interval": last,
         "device": "cpu",
     }
-    time_python(["-m", "train_grpo", *as_words(options)])
+    run("train_grpo", **options)
     ended = {}
     for record in read_records(folder / "policy.jsonl"):
         ended[record["step"]] = record["seconds"]

@@ -11,7 +11,6 @@ are not those of a user.
 
 import math
 import os
-import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
 
 from common.files import write_json
 from common.process import run_main
@@ -95,42 +96,26 @@ def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dic
     return figures
 
 
-def interval(values: list[float | None]) -> str:
-    """Return the mean of one value for each seed, and its 95% interval.
+def interval(values: np.ndarray) -> str:
+    """Return the mean of one value for each seed (n,), and its 95% interval.
 
-    Return "-" if a value is None: that model's text did not reach natural diversity.
+    Return "-" if a value is NaN: that model's text did not reach natural diversity.
     """
-    measured = [value for value in values if value is not None]
-    if len(measured) < len(values):
+    mean = values.mean()
+    half = half_interval(values)
+    if math.isnan(mean):
         return "-"
-    mean = statistics.mean(measured)
-    half = half_interval(measured)
-    if half is None:
+    if math.isnan(half):
         return f"{mean:.3f}"
     return f"{mean:.3f} ({mean - half:.3f} to {mean + half:.3f})"
 
 
-def half_interval(values: list[float]) -> float | None:
-    """Return half of the 95% interval of a mean, or None if T_QUANTILES has no quantile for it."""
+def half_interval(values: np.ndarray) -> float:
+    """Return half of the 95% interval of a mean, or NaN if T_QUANTILES has no quantile for it."""
     degrees = len(values) - 1
     if not 1 <= degrees <= len(T_QUANTILES):
-        return None
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return T_QUANTILES[degrees - 1] * error
-
-
-def subtract(value: float | None, other: float | None) -> float | None:
-    """Return value - other, or None if one of them is."""
-    if value is None or other is None:
-        return None
-    return value - other
-
-
-def format_difference(difference: float | None) -> str:
-    """Return a seed's difference with its sign, or "-"."""
-    if difference is None:
-        return "-"
-    return f"{difference:+.3f}"
+        return math.nan
+    return T_QUANTILES[degrees - 1] * values.std(ddof=1) / math.sqrt(len(values))
 
 
 def main() -> None:
@@ -144,20 +129,15 @@ def main() -> None:
         write_json(settings.output_path, {str(seed): results[seed] for seed in results})
 
     print(f"| model | {' | '.join(FIGURES)} |\n| --- |{' --- |' * len(FIGURES)}")
+    values = {}
     for name in MODELS:
-        cells = []
-        for figure in FIGURES:
-            cells.append(interval([models[name][figure] for models in results.values()]))
-        print(f"| {name} | {' | '.join(cells)} |")
+        rows = [list(models[name].values()) for models in results.values()]
+        values[name] = np.array(rows, float).T  # a row for each figure; None becomes NaN
+        print(f"| {name} | {' | '.join(map(interval, values[name]))} |")
     print("\nPolicy - model:")
     for name in MODELS:
-        if name == POLICY:
-            continue
-        for figure in FIGURES[:4]:
-            differences = []
-            for models in results.values():
-                differences.append(subtract(models[POLICY][figure], models[name][figure]))
-            per_seed = " ".join(format_difference(difference) for difference in differences)
+        for figure, differences in zip(FIGURES, values[POLICY] - values[name], strict=True):
+            per_seed = " ".join(f"{difference:+.3f}" for difference in differences)
             print(f"{name}, {figure}: {interval(differences)}; seeds {per_seed}")
 
 

@@ -106,16 +106,15 @@ class StopInTime(TrainerCallback):
         control.should_training_stop = time.process_time() > self.end
 
 
-class Completer:
-    """Complete rows with a Hugging Face model, as generation.completions.Completer does."""
+def completer_of(model: Any) -> Any:
+    """Return a function that completes rows, as generation.completions.Completer does."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, rows: Tensor, lengths: Tensor, uniforms: Tensor, sampling: Any) -> Any:
-        """Return rows (R, N) as (R, 1, N); all but their first lengths (R, 1) tokens are new."""
-        ids = complete(self.model, rows, lengths[:, 0], SEED, [sampling])
+    def complete_rows(rows: Tensor, lengths: Tensor, uniforms: Tensor, sampling: Any) -> Any:
+        # rows (R, N), lengths (R, 1)
+        ids = complete(model, rows, lengths[:, 0], SEED, [sampling])
         return Completions(ids[:, None], uniforms)
+
+    return complete_rows
 
 
 def main() -> None:
@@ -245,7 +244,7 @@ def measure(model: Any, quality: TextQuality) -> dict[str, Any]:
     both temperatures.
     """
     model = model.eval().to(torch.bfloat16)
-    completer: Any = Completer(model)
+    completer = completer_of(model)
     natural = quality.natural_rows(quality.report)  # (R, N)
     rows = natural.split(ROWS)
     logits = torch.cat([model(input_ids=part).logits[:, :-1].float() for part in rows])

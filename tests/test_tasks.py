@@ -6,9 +6,8 @@ pytest tests/test_tasks.py
 import shutil
 
 import numpy as np
-import pytest
 
-from benchmarks.task_curves import curve_difference, verdict
+from benchmarks.task_curves import curve_difference
 from benchmarks.task_rewards import no_letter_e, short_lines
 from benchmarks.tasks import Measure
 
@@ -23,20 +22,7 @@ def test_curves_are_compared_where_both_have_rewards():
     # From reward 0 to 2: losses 1, 3, 3 at 0, 1, 2, and a constant 2.
     curve = np.array([(2, 3), (0, 1), (1, 3)])
     assert curve_difference(curve, np.array([(5, 2), (-1, 2)])) == 0.5
-    assert curve_difference(curve, curve + 2) is None
-
-
-@pytest.mark.parametrize(
-    "differences, result",
-    [
-        ([-1, -1.1], "better"),
-        ([1, 1.1], "worse"),
-        ([-1, -2], "no difference shown"),
-        ([-1, None], "no verdict: a seed's curves share no range of task rewards"),
-    ],
-)
-def test_the_interval_over_seeds_decides(differences, result):
-    assert verdict(differences) == result
+    assert np.isnan(curve_difference(curve, curve + 2))
 
 
 def test_a_model_is_measured(tmp_path, corpus, generator, monkeypatch):
