@@ -9,7 +9,7 @@ ARGS :=
 EXAMPLES := 5000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev run test campaign-short campaign tree mutants test-interop test-notebook bench-generation bench-grpo bench-training lint format clean
+.PHONY: help setup setup-dev run test campaign-short campaign tree mutants test-interop test-notebook bench-generation bench-grpo lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -61,10 +61,6 @@ bench-generation: setup ## time text generation against no cache and Hugging Fac
 bench-grpo: setup ## time a GRPO step against TRL's (installs requirements-bench.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) benchmarks/grpo.py $(ARGS)
-
-bench-training: setup ## time train.py beside nanoGPT's recipe
-	$(PYTHON) data/shakespeare_char/prepare.py
-	$(PYTHON) benchmarks/training.py $(ARGS)
 
 lint: setup-dev ## check style, formatting and types
 	$(PYTHON) -m ruff check .

@@ -62,6 +62,8 @@ ROWS = 16  # sequences read at a time
 PARTS = (250, 378, 1078)
 SAMPLES = 600  # of the figures, at each temperature
 SEED = 42  # of the texts, the start and the figures
+KINDS = ("natural diversity", "temperature 1")
+FIGURES = ("task", "judge_loss", "unknown_words", "natural_loss", "temperature")
 # The KL's weight, to the start or to the distilled model; or the task's beside the crossover reward
 ARMS: dict[str, dict[str, Any]] = {
     "start": {},
@@ -106,15 +108,16 @@ class StopInTime(TrainerCallback):
         control.should_training_stop = time.process_time() > self.end
 
 
-def completer_of(model: Any) -> Any:
-    """Return a function that completes rows, as generation.completions.Completer does."""
+@dataclass
+class Completer:
+    """Completes rows, as generation.completions.Completer does."""
 
-    def complete_rows(rows: Tensor, lengths: Tensor, uniforms: Tensor, sampling: Any) -> Any:
-        # rows (R, N), lengths (R, 1)
-        ids = complete(model, rows, lengths[:, 0], SEED, [sampling])
+    model: Any
+
+    def __call__(self, rows: Tensor, lengths: Tensor, uniforms: Tensor, sampling: Any) -> Any:
+        """Complete rows (R, N), all but their first lengths (R, 1) tokens, once each."""
+        ids = complete(self.model, rows, lengths[:, 0], SEED, [sampling])
         return Completions(ids[:, None], uniforms)
-
-    return complete_rows
 
 
 def main() -> None:
@@ -137,9 +140,10 @@ def main() -> None:
         if not path.exists():
             model, steps = train(arm, start, trained, fitted, tokenizer, settings)
             write_json(path, {"steps": steps, **measure(model, quality)})
-        for kind, figures in read_json(path).items():
-            if isinstance(figures, dict):
-                print(f"{arm}, {kind}: {format_metrics(figures)}")
+        figures = read_json(path)
+        for kind in KINDS:
+            shown = {name: figures[kind][name] for name in FIGURES}
+            print(f"{arm}, {kind}: {format_metrics(shown)}")
 
 
 def paragraphs() -> list[str]:
@@ -169,7 +173,8 @@ def options_of(folder: str, **changes: Any) -> dict[str, Any]:
         "output_dir": folder,
         "per_device_train_batch_size": GROUP,
         "gradient_accumulation_steps": PROMPTS,
-        "gradient_checkpointing": False,
+        "activation_checkpointing": False,
+        "bf16": torch.cuda.is_available(),
         "save_strategy": "no",
         "report_to": "none",
         **changes,
@@ -244,14 +249,14 @@ def measure(model: Any, quality: TextQuality) -> dict[str, Any]:
     both temperatures.
     """
     model = model.eval().to(torch.bfloat16)
-    completer = completer_of(model)
+    completer: Any = Completer(model)
     natural = quality.natural_rows(quality.report)  # (R, N)
     rows = natural.split(ROWS)
     logits = torch.cat([model(input_ids=part).logits[:, :-1].float() for part in rows])
     sweep = quality.of_model(completer)
     results = {"sweep": sweep, "natural text": quality.natural}
     results["natural text"]["task"] = mean(no_letter_e(quality.texts(natural)[1]))
-    for kind, temperature in (("natural diversity", sweep["temperature"]), ("temperature 1", 1.0)):
+    for kind, temperature in zip(KINDS, (sweep["temperature"], 1.0), strict=True):
         samples = quality.write(quality.report, completer, temperature)
         task = no_letter_e(samples.texts)
         loss = cross_entropy(logits.transpose(1, 2) / temperature, natural[:, 1:])
