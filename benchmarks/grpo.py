@@ -1,4 +1,4 @@
-"""Compare the seconds of a GRPO step with those of TRL's, on a CPU.
+"""Compare the seconds of a GRPO step with those of TRL's.
 
     python benchmarks/grpo.py --num_runs 3
 
@@ -79,7 +79,6 @@ def make_models(folder: Path) -> None:
             max_iters=2,
             eval_interval=2,
             warmup_iters=0,
-            device="cpu",
             seed=seed,
         )
     generator = folder / "generator.pt"
@@ -91,7 +90,6 @@ def make_models(folder: Path) -> None:
         output_dir=data,
         samples_per_chunk=2,
         max_blocks=30,
-        device="cpu",
     )
     run(
         "train_reward_model",
@@ -99,7 +97,6 @@ def make_models(folder: Path) -> None:
         natural_model_path=folder / "natural.pt",
         data_dir=data,
         output_path=folder / "reward.pt",
-        device="cpu",
     )
     run("interop.export", checkpoint_path=generator, output_dir=folder / "exported")
 
@@ -121,7 +118,6 @@ def our_seconds(folder: Path, credit: str, settings: GRPOBenchSettings) -> float
         "learning_rate": LEARNING_RATE,
         "max_steps": last,
         "eval_interval": last,
-        "device": "cpu",
     }
     run("train_grpo", **options)
     ended = {}
