@@ -142,7 +142,7 @@ def draw_samples(
     samples: dict[str, Any] = {"blocks": blocks}
     if path.exists():
         samples = load_state(path)
-    natural = blocks.repeat_interleave(num_each, 0)
+    natural = blocks.repeat_interleave(num_each, 0).to(reader.device)
     for way in ways:
         if way not in samples:
             draw = random_stream(SEED, path.stem, way)

@@ -21,6 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+
 from benchmarks.compare import as_words, compare, time_python
 from common.log import read_records
 from common.process import run_main
@@ -141,8 +143,8 @@ def trl_seconds(folder: Path, settings: GRPOBenchSettings) -> float:
         learning_rate=LEARNING_RATE,
         max_steps=settings.steps + 1,  # the first is slower
         gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
+        bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
         logging_steps=1,
         save_strategy="no",
         disable_tqdm=True,

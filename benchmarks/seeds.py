@@ -135,7 +135,7 @@ def main() -> None:
         values[name] = np.array(rows, float).T  # a row for each figure; None becomes NaN
         print(f"| {name} | {' | '.join(map(interval, values[name]))} |")
     print("\nPolicy - model:")
-    for name in MODELS:
+    for name in [name for name in MODELS if name != POLICY]:
         for figure, differences in zip(FIGURES, values[POLICY] - values[name], strict=True):
             per_seed = " ".join(f"{difference:+.3f}" for difference in differences)
             print(f"{name}, {figure}: {interval(differences)}; seeds {per_seed}")

@@ -10,6 +10,7 @@ and a seed, which differ in a weight.
 import math
 import sys
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,7 @@ from common.process import run_main
 Record = dict[str, Any]  # of a model; benchmarks/tasks.py has its figures
 # What differs within a family: the weight of the KL to its start, or of the task
 FAMILIES = ("alone", "distilled, alone", "crossover", "distilled, crossover")
-COMPARED = (
-    ("crossover", "alone"),
-    ("crossover", "distilled, alone"),
-    ("distilled, crossover", "distilled, alone"),
-    ("distilled, alone", "alone"),
-)
-FIGURES = ("judge_loss", "unknown_words", "calibrated_loss", "temperature")
+FIGURES = ("judge_loss", "unknown_words", "calibrated_loss", "temperature", "steps", "seconds")
 
 
 def curve_difference(curve: np.ndarray, other: np.ndarray) -> float:
@@ -68,8 +63,8 @@ def show(results: dict[str, Any], picture: Path) -> None:
 
     figure = Figure(figsize=(12, 5), layout="constrained")
     for axes, task in zip(figure.subplots(1, len(TASKS)), TASKS, strict=True):
-        print0(f"\n{task}\n\n| model | task reward | {' | '.join(FIGURES)} |")
-        print0(f"| --- | --- |{' --- |' * len(FIGURES)}")
+        print0(f"\n{task}\n\n| model | task reward | {' | '.join(FIGURES)} | diversity reached |")
+        print0(f"| --- | --- |{' --- |' * (len(FIGURES) + 1)}")
         for name in ("natural", "starts", "distilled"):
             print_row(results[name], task, name)
         for family in FAMILIES:
@@ -85,19 +80,23 @@ def show(results: dict[str, Any], picture: Path) -> None:
         axes.set(title=task, xlabel="task reward", ylabel="judge's loss, nats per character")
         axes.legend()
         print0("\nJudge's loss at equal task reward:")
-        for family, other in COMPARED:
+        for other, family in combinations(FAMILIES, 2):
             print_difference(results["policies"], task, family, other)
     figure.savefig(picture, dpi=120)
     print0(f"\nSaved {picture}")
 
 
 def print_row(records: Sequence[Record], task: str, label: str) -> None:
-    """Print the means over a model's seeds as a row of the table."""
+    """Print the means over a model's seeds as a row of the table.
+
+    It ends with the number of seeds whose text reached natural diversity.
+    """
     cells = []
     for figure in (task, *FIGURES):
         values = [{**each, **each["at_natural"]}.get(figure) for each in records]
         cells.append(interval(np.array(values, float)))
-    print0(f"| {label} | {' | '.join(cells)} |")
+    num_reached = sum(record.get("is_reached", True) for record in records)
+    print0(f"| {label} | {' | '.join(cells)} | {num_reached} of {len(records)} |")
 
 
 def print_difference(policies: Sequence[Record], task: str, family: str, other: str) -> None:

@@ -13,8 +13,9 @@ pairs is that of natural text. The judge is a character n-gram model of text tha
 reads. It sees six characters, so it rates spelling and frequent phrases, neither grammar nor sense.
 Unknown words are those that natural text lacks.
 
-Every arm has its own file in out_dir, so that several processes may share the arms, and an
-interrupted run continues with its first unfinished one. Packages: requirements-interop.txt.
+Every arm has its own file in out_dir: an interrupted run continues with its first unfinished one.
+Several processes may share the arms when the start exists (--arms start); one process takes all the
+distilled arms of a seed. Packages: requirements-interop.txt.
 Shapes: b blocks of LENGTH tokens.
 """
 
@@ -47,7 +48,8 @@ from generation.completions import Completions
 from interop.causal import complete
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
 from interop.crossover_trainer import CrossoverTrainer
-from metrics.text_quality import TextQuality
+from metrics.intervals import confidence_interval, mean_figures
+from metrics.text_quality import TextQuality, share_of_unknown
 
 DROPPED = (6, 12, 18, 24)  # layers
 START_STEPS = 30  # of the start on text
@@ -116,7 +118,7 @@ class Completer:
 
     def __call__(self, rows: Tensor, lengths: Tensor, uniforms: Tensor, sampling: Any) -> Any:
         """Complete rows (R, N), all but their first lengths (R, 1) tokens, once each."""
-        ids = complete(self.model, rows, lengths[:, 0], SEED, [sampling])
+        ids = complete(self.model, rows.cpu(), lengths[:, 0], SEED, [sampling])
         return Completions(ids[:, None], uniforms)
 
 
@@ -133,7 +135,7 @@ def main() -> None:
     quality = TextQuality(tokenizer, library, tokens, LENGTH, SAMPLES, library, PROMPT / LENGTH)
 
     start = f"{settings.out_dir}/start"
-    if not Path(start).exists():
+    if not Path(start, "config.json").exists():
         make_start(whole, tokenizer, trained, start)
     for arm in settings.arms:
         path = Path(settings.out_dir, f"{arm}, seed {settings.seed}.json")
@@ -221,7 +223,7 @@ def train(
     if arm.startswith("distilled"):
         seconds /= 2
         start = f"{settings.out_dir}/distilled, seed {settings.seed}"
-        if not Path(start).exists():
+        if not Path(start, "config.json").exists():
             policy = load_policy(settings.out_dir + "/start")
             stop = [StopInTime(seconds)]
             CrossoverTrainer(policy, reward, GRPOConfig(**options), callbacks=stop, **parts).train()
@@ -251,8 +253,8 @@ def measure(model: Any, quality: TextQuality) -> dict[str, Any]:
     model = model.eval().to(torch.bfloat16)
     completer: Any = Completer(model)
     natural = quality.natural_rows(quality.report)  # (R, N)
-    rows = natural.split(ROWS)
-    logits = torch.cat([model(input_ids=part).logits[:, :-1].float() for part in rows])
+    rows = natural.to(model.device).split(ROWS)
+    logits = torch.cat([model(input_ids=part).logits[:, :-1].float().cpu() for part in rows])
     sweep = quality.of_model(completer)
     results = {"sweep": sweep, "natural text": quality.natural}
     results["natural text"]["task"] = mean(no_letter_e(quality.texts(natural)[1]))
@@ -261,10 +263,12 @@ def measure(model: Any, quality: TextQuality) -> dict[str, Any]:
         task = no_letter_e(samples.texts)
         loss = cross_entropy(logits.transpose(1, 2) / temperature, natural[:, 1:])
         results[kind] = {
-            "task": mean(task),
             **quality.figures(samples),
+            **mean_figures("task", torch.tensor(task)),
+            **mean_figures("judge_loss", torch.from_numpy(samples.losses)),
             "natural_loss": loss.item(),
             "temperature": temperature,
+            "unknown_words_interval": confidence_interval(samples.counts, share_of_unknown),
             "task_by_sample": task,
             "judge_by_sample": samples.losses.tolist(),
             "texts": samples.texts,

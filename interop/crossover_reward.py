@@ -34,29 +34,26 @@ class CrossoverReward:
 
     def __init__(
         self,
-        natural: Any = None,
-        generator: Any = None,
+        natural: Any,
+        generator: Any,
         *,
         weight: float | None = None,
         tokenizer: Any = None,
         natural_tokenizer: Any = None,
     ) -> None:
-        for model, name in ((generator, "generator"), (natural, "natural model")):
-            require(model is not None, f"the reward has no {name}: pass its folder or model")
         self.given_generator = generator  # a name or a model, as CrossoverTrainer may get it too
         generator, self.tokenizer = load_pair(generator, tokenizer)
         natural, natural_tokenizer = load_pair(natural, natural_tokenizer)
-        self.device = generator.device
         self.is_fitted = False
         pair = (natural, generator)
         vocab_size = common_vocab_size(pair, (natural_tokenizer, self.tokenizer))
         require(
-            natural.device == self.device,
-            f"the natural model is on {natural.device}, the generator on {self.device}: "
+            natural.device == generator.device,
+            f"the natural model is on {natural.device}, the generator on {generator.device}: "
             "move one to the other's device",
         )
         models: list[Any] = [CausalModel(each.eval(), vocab_size) for each in pair]
-        with self.device:
+        with generator.device:
             self.head = LikelihoodRewardModel(*models)
         if weight is not None:
             self.set_weight(weight)

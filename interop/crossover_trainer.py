@@ -42,7 +42,7 @@ FIGURES = ("divergence", "evidence", "kl_start", "natural")  # of exact_terms: m
 
 
 def no_task(completions: list[Any], **_: Any) -> list[float]:
-    """Return rewards of 0: TRL needs a function, also where the crossover reward is alone."""
+    """Return rewards of 0. TRL needs a function, also where the crossover reward is alone."""
     return [0.0] * len(completions)
 
 
@@ -85,15 +85,15 @@ class CrossoverTrainer(GRPOTrainer):
                 f"{field}={value}: must be {plain}, the sampling that the formulas score",
             )
         args.disable_dropout = True
-        functions = reward_funcs or [no_task]
-        super().__init__(model=model, reward_funcs=functions, args=args, **kwargs)
+        if not reward_funcs and kwargs.get("environment_factory") is None:
+            reward_funcs = [no_task]
+        super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
         require(
             not self._is_vlm,
             "the model has a processor of images: "
             "pass its tokenizer as processing_class, because the reward reads only text",
         )
-        self.has_functions = self.reward_funcs != [no_task]  # an environment of TRL may add its own
-        require(reward.is_fitted, "the reward has no weight yet: call its fit(), or pass weight=")
+        self.has_functions = self.reward_funcs != [no_task]
         self.reward = reward
         head: Any = reward.head
         # Each process has fitted for itself: all take what the first one has fitted.
@@ -110,6 +110,7 @@ class CrossoverTrainer(GRPOTrainer):
             held.isdisjoint(policy.modules()),
             "the reward holds the model that is trained: pass its folder, or train with LoRA",
         )
+        require(reward.is_fitted, "the reward has no weight yet: call its fit(), or pass weight=")
         self._token_weights: Tensor | None = None  # only while the loss is computed
         self._sums: dict[str, Tensor] = {}  # of FIGURES and of tokens since the last log, by mode
         for name in ("train_dataset", "eval_dataset"):

@@ -96,8 +96,10 @@ def exact_terms(
                 states, layer.weight, layer.bias, tokens, 1.0, CHUNK_IDS, None, 1.0, ("entropy",)
             )
     results = {name: scatter_to_mask(values, mask) for name, values in results.items()}
+    # A text that is natural to its end goes on so: K is no place behind it.
+    is_after = mask.flip(1).cumsum(1).flip(1) == 0
     # A posterior ignores its first and last token: here the prompt's last one, and the end.
-    framed = F.pad(results["evidence"], (1, 1))  # (B, C + 2)
+    framed = F.pad(results["evidence"].masked_fill(is_after, -torch.inf), (1, 1))  # (B, C + 2)
     results["natural"] = natural_probabilities(framed)[:, 1:-1] * mask
     results["loss"] = loss
     return results

@@ -78,8 +78,8 @@ def way_log_probs(log_q: Tensor, ids: Tensor, ways: Sequence[Sampling]) -> Tenso
     relative = log_q - log_q.amax(-1, keepdim=True)
     of_ways = []
     for way in ways:
-        scores = (relative / max(way.temperature, GREEDY)).clamp(min=LEAST_SCORE)
-        mass = scores.exp()  # 1 for the likeliest token
+        scores = relative / max(way.temperature, GREEDY)
+        mass = scores.clamp(min=LEAST_SCORE).exp()  # 1 for the likeliest token
         kept = mass
         if way.top_k is not None:
             kept = mass.topk(min(way.top_k, log_q.size(-1))).values
