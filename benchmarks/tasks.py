@@ -68,8 +68,8 @@ DISTIL = {
 }
 FAMILIES = {
     "alone": ALONE,
-    "distilled, alone": ALONE,
-    "crossover": {**CROSSOVER, "max_steps": 130},
+    "distilled, alone": {**ALONE, "learning_rate": 1e-3},
+    "crossover": {**CROSSOVER, "learning_rate": 1e-3, "max_steps": 130},
     "distilled, crossover": CROSSOVER,
 }
 EVALUATIONS = 2  # during a training
