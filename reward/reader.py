@@ -38,7 +38,6 @@ from reward.reading import TAIL, WINDOWS, Reading, crossover_posterior, in_windo
 WAYS = ("1", "0.8", "0.6", "1.2", "1:0.9", "0.7:0.9", "1:1:40", "0")
 SEED = 42  # of the samples
 FIT_BLOCKS = 160  # natural texts; the model also writes the end of each, in each way
-REPORT_BLOCKS = 64
 GREEDY = 1e-3  # the temperature that stands for 0
 LEAST_SCORE = -80.0  # below the likeliest token's; exp of less is slow, and no share of a sum
 OTHER_SHARE = 0.01  # of written tokens that q_s may exclude, as after an edit
@@ -168,6 +167,7 @@ class Reader:
     texts: Tensor  # (n, DESCRIBED): the mean standardized numbers of the fitted texts
     bound: Tensor | None  # (): the largest usual distance from these; None before the fit
     known: Tensor  # (2,): see `probe`
+    report_blocks = 64  # natural texts of the figures
     distinct: int | None = None  # crossovers of the samples; None: all
 
     def __init__(self, model: Any, length: int, ways: Sequence[str] = WAYS) -> None:
@@ -309,7 +309,7 @@ class Reader:
     @torch.no_grad()
     def measure(self, blocks: Tensor) -> None:
         """Set and print the figures of unseen natural blocks (b, T) int64, by way of sampling."""
-        numbers, crossovers, _ = self.make_texts(blocks, REPORT_BLOCKS, "report")
+        numbers, crossovers, _ = self.make_texts(blocks, self.report_blocks, "report")
         count = 1 + len(self.ways)
         natural, *of_ways = crossover_posterior(self.evidence(numbers)).chunk(count)  # (b, T) each
         _, *crossovers_of_ways = crossovers.chunk(count)
