@@ -110,6 +110,12 @@ def interval(values: np.ndarray) -> str:
     return f"{mean:.3f} ({mean - half:.3f} to {mean + half:.3f})"
 
 
+def by_seed(differences: np.ndarray) -> str:
+    """Return the mean of differences (n,) with its interval, and each seed's; "-" for NaN."""
+    each = " ".join(f"{difference:+.3f}" for difference in differences).replace("+nan", "-")
+    return f"{interval(differences)}; seeds {each}"
+
+
 def half_interval(values: np.ndarray) -> float:
     """Return half of the 95% interval of a mean, or NaN if T_QUANTILES has no quantile for it."""
     degrees = len(values) - 1
@@ -137,8 +143,7 @@ def main() -> None:
     print("\nPolicy - model:")
     for name in [name for name in MODELS if name != POLICY]:
         for figure, differences in zip(FIGURES, values[POLICY] - values[name], strict=True):
-            per_seed = " ".join(f"{difference:+.3f}" for difference in differences)
-            print(f"{name}, {figure}: {interval(differences)}; seeds {per_seed}")
+            print(f"{name}, {figure}: {by_seed(differences)}")
 
 
 if __name__ == "__main__":

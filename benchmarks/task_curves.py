@@ -18,15 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from benchmarks.seeds import interval
+from benchmarks.seeds import by_seed, interval
 from benchmarks.task_rewards import TASKS
 from common.files import read_json
 from common.log import print0
 from common.process import run_main
 
 Record = dict[str, Any]  # of a model; benchmarks/tasks.py has its figures
-# What differs within a family: the weight of the KL to its start, or of the task
-FAMILIES = ("alone", "distilled, alone", "crossover", "distilled, crossover")
 FIGURES = ("judge_loss", "unknown_words", "calibrated_loss", "temperature", "steps", "seconds")
 
 
@@ -62,12 +60,13 @@ def show(results: dict[str, Any], picture: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5), layout="constrained")
+    families = list(dict.fromkeys(record["family"] for record in results["policies"]))
     for axes, task in zip(figure.subplots(1, len(TASKS)), TASKS, strict=True):
         print0(f"\n{task}\n\n| model | task reward | {' | '.join(FIGURES)} | diversity reached |")
         print0(f"| --- | --- |{' --- |' * (len(FIGURES) + 1)}")
         for name in ("natural", "starts", "distilled"):
             print_row(results[name], task, name)
-        for family in FAMILIES:
+        for family in families:
             members = select(results["policies"], task=task, family=family)
             means = []
             for weight in sorted({record["weight"] for record in members}):
@@ -80,7 +79,7 @@ def show(results: dict[str, Any], picture: Path) -> None:
         axes.set(title=task, xlabel="task reward", ylabel="judge's loss, nats per character")
         axes.legend()
         print0("\nJudge's loss at equal task reward:")
-        for other, family in combinations(FAMILIES, 2):
+        for other, family in combinations(families, 2):
             print_difference(results["policies"], task, family, other)
     figure.savefig(picture, dpi=120)
     print0(f"\nSaved {picture}")
@@ -106,8 +105,7 @@ def print_difference(policies: Sequence[Record], task: str, family: str, other: 
         own = select(policies, task=task, seed=seed)
         curves = [points_of(select(own, family=name), task) for name in (family, other)]
         values.append(curve_difference(*curves))
-    per_seed = " ".join(f"{value:+.3f}" for value in values)
-    print0(f"{family} minus {other}: {interval(np.array(values))}; seeds {per_seed}")
+    print0(f"{family} minus {other}: {by_seed(np.array(values))}")
 
 
 def select(records: Sequence[Record], **values: Any) -> list[Record]:

@@ -220,15 +220,16 @@ def train(
     )
     parts: dict[str, Any] = {"train_dataset": prompts, "processing_class": tokenizer}
     seconds = settings.seconds
+    folder = start
     if arm.startswith("distilled"):
         seconds /= 2
-        start = f"{settings.out_dir}/distilled, seed {settings.seed}"
-        if not Path(start, "config.json").exists():
-            policy = load_policy(settings.out_dir + "/start")
+        folder = f"{settings.out_dir}/distilled, seed {settings.seed}"
+        if not Path(folder, "config.json").exists():
+            policy = load_policy(start)
             stop = [StopInTime(seconds)]
             CrossoverTrainer(policy, reward, GRPOConfig(**options), callbacks=stop, **parts).train()
-            policy.save_pretrained(start)
-    policy = load_policy(start)
+            policy.save_pretrained(folder)
+    policy = load_policy(folder)
     parts["args"] = GRPOConfig(**options, **ARMS[arm])
     parts["callbacks"] = [StopInTime(seconds)]
     if "beta" in ARMS[arm]:

@@ -24,7 +24,7 @@ def test_means_and_intervals_of_nine_seeds_and_what_was_not_measured(monkeypatch
     out = succeed("benchmarks.seeds", seeds=list(range(1, 10)))
     # The standard deviation of 0.1 to 0.9 is 0.2739; 2.306 of its standard error are 0.2105.
     assert "base_model_v1, calibrated_loss: 1.500 (1.289 to 1.711); seeds +1.100" in out
-    assert "natural_model_v1, judge_loss: -; seeds -0.900" in out and "-0.200 +nan" in out
+    assert "natural_model_v1, judge_loss: -; seeds -0.900" in out and "-0.200 -\n" in out
     assert "| natural_model_v1 | - | 2.000 (2.000 to 2.000) |" in out
 
 
