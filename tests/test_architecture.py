@@ -175,19 +175,16 @@ def test_tricks_are_counted():
 
 
 def places(drawing: str) -> dict[str, int]:
-    """Return the line of each module in the drawing of docs/development.md, the first at the
-    top.
+    """Return the place of each module in the drawing of docs/development.md: 0 is the first of the
+    top line.
     """
-    lines: dict[str, int] = {}
-    folder = ""
-    for number, line in enumerate(drawing.splitlines()):
-        drawn = re.match(r"(\S*) +([\w/]+)\.py\b", line)
-        if drawn is None:
-            continue
-        if drawn[1]:  # a folder, or a heading of files at the root
-            folder = drawn[1] if drawn[1].endswith("/") else ""
-        lines[f"{folder}{drawn[2]}".replace("/", ".")] = number
-    return lines
+    found: dict[str, int] = {}
+    for line in drawing.splitlines():
+        heading, *names = line.split()
+        folder = heading if heading.endswith("/") else ""  # else files at the root
+        for name in names:
+            found[f"{folder}{name}".replace("/", ".")] = len(found)
+    return found
 
 
 PLACES = places(DRAWING)
