@@ -71,7 +71,7 @@ class DetectSettings(Settings):
     text: tuple[str, ...] = ()
     """its natural text, UTF-8 files"""
     samples: int = setting(2000, minimum=40)
-    """samples to measure for each way of sampling"""
+    """samples to measure for each sampling setting"""
     out_dir: str = "out/detect"
     """folder of the samples and of results.json"""
 
@@ -324,7 +324,7 @@ def measure_rows(
     reader: Any, methods: dict[str, Method], samples: dict[str, Any], ways: tuple[str, ...]
 ) -> dict[str, Any]:
     """Return the figures of every method, and the reader's error minus that of its best peer, by
-    way of sampling. The intervals are over natural blocks.
+    sampling setting. The intervals are over natural blocks.
     """
     natural = look(reader, samples["blocks"])
     of_natural = {name: method(natural) for name, method in methods.items()}

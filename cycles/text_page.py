@@ -82,7 +82,7 @@ def present_text(
     if not reading.is_usual:
         lines.append(
             "WARNING: this text is unlike those that the reader was fitted on (other natural text, "
-            "another model, or another way of sampling): what is said here may be wrong."
+            "another model, or other sampling settings): what is said here may be wrong."
         )
     for number, (start, end) in enumerate(passages, 1):
         begin = characters[start]

@@ -108,7 +108,7 @@ def complete(
 ) -> Tensor:
     """Return blocks (n, T) that keep crossovers (n,) natural tokens; a model generates the rest.
 
-    natural: (n, T) int64, on the CPU; as many of each way of sampling, one way after the other.
+    natural: (n, T) int64, on the CPU; as many of each sampling setting, one way after the other.
     """
     n, T = natural.shape
     way_of = torch.arange(len(ways)).repeat_interleave(n // len(ways))

@@ -42,7 +42,7 @@ class ReadTextSettings(Settings):
     natural_text: tuple[str, ...] = ()
     """natural text that fits the reader: UTF-8 files, folders of *.txt; not the text itself"""
     sampling: tuple[str, ...] = WAYS
-    """ways of sampling to know: TEMPERATURE, TEMPERATURE:TOP_P or TEMPERATURE:TOP_P:TOP_K ..."""
+    """sampling settings to know: TEMPERATURE, TEMPERATURE:TOP_P or TEMPERATURE:TOP_P:TOP_K ..."""
     reader_path: str | None = None
     """the fitted reader: read if the file exists (then natural_text is not needed), else written"""
     output_path: str | None = None

@@ -31,14 +31,14 @@ class ReaderSettings(Settings):
     dataset: str = "shakespeare_char"
     """corpus of the generator: a folder with train.bin and val.bin, or a name below data/"""
     sampling: tuple[str, ...] = WAYS
-    """ways of sampling to know: TEMPERATURE, TEMPERATURE:TOP_P or TEMPERATURE:TOP_P:TOP_K ..."""
+    """sampling settings to know: TEMPERATURE, TEMPERATURE:TOP_P or TEMPERATURE:TOP_P:TOP_K ..."""
     output_path: str | None = setting(None, suffix=".reader.pt")
     """the reader; None: MODEL.reader.pt beside the model, where evaluate.py looks for it"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
 
     def check_settings(self, errors: Errors) -> None:
-        """Check the ways of sampling."""
+        """Check the sampling settings."""
         check_ways(errors, self.sampling)
 
 
@@ -48,7 +48,7 @@ def reader_path(model_path: str) -> Path:
 
 
 def run(settings: ReaderSettings) -> dict[str, Any]:
-    """Fit the reader and save it; return its figures on the report part, by way of sampling."""
+    """Fit the reader and save it; return its figures on the report part, by sampling setting."""
     path = str(settings.model_path)
     contents = ckpt.load_checkpoint(path)
     reader = make_reader(contents, path, select_device(settings.device), settings.sampling)

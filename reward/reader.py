@@ -2,11 +2,11 @@
 
     python -m reward.fit_reader --model_path logs/reward_model.pt --dataset shakespeare
 
-The generator's distribution q_s under each way of sampling s (temperature, top-p, top-k) is known
+The generator's distribution q_s under each sampling setting s (temperature, top-p, top-k) is known
 from its logits. With a natural model, natural text is the mixture m of a likelihood reward model.
 With a generator alone, log m - log q of a token is a linear function of what the generator says of
 it. Fitted are w or this function, the scale of the evidence, and what usual texts are like.
-Shapes: B texts of T tokens, V token ids, S ways of sampling, F numbers of a token, C channels.
+Shapes: B texts of T tokens, V token ids, S sampling settings, F numbers of a token, C channels.
 """
 
 import math
@@ -34,7 +34,7 @@ from reward.heads import LikelihoodRewardModel, log_mixture_ratio
 from reward.mixture import minimize
 from reward.reading import TAIL, WINDOWS, Reading, crossover_posterior, in_windows, read
 
-# The ways of sampling for which a reader is fitted, as TEMPERATURE:TOP_P:TOP_K
+# The sampling settings for which a reader is fitted, as TEMPERATURE:TOP_P:TOP_K
 WAYS = ("1", "0.8", "0.6", "1.2", "1:0.9", "0.7:0.9", "1:1:40", "0")
 SEED = 42  # of the samples
 FIT_BLOCKS = 160  # natural texts; the model also writes the end of each, in each way
@@ -53,7 +53,7 @@ WAY_OUT = "fit the reader again"
 
 
 def parse_way(text: str) -> Sampling:
-    """Return the way of sampling in a text TEMPERATURE, TEMPERATURE:TOP_P or
+    """Return the sampling setting in a text TEMPERATURE, TEMPERATURE:TOP_P or
     TEMPERATURE:TOP_P:TOP_K. Raise UserError for another text.
     """
     values = ["1", "1", "0"]
@@ -107,7 +107,7 @@ def describe_tokens(logits: Tensor, ids: Tensor, ways: Sequence[Sampling]) -> Te
 
 def check_ways(errors: Errors, ways: Sequence[str]) -> None:
     """Check the option `sampling`; raise UserError if a way cannot be read."""
-    errors.check(len(ways) > 0, "sampling is empty: name a way, as 0.7:0.9")
+    errors.check(len(ways) > 0, "sampling is empty: name settings, as 0.7:0.9")
     for way in ways:
         parse_way(way)
 
@@ -183,7 +183,7 @@ class Reader:
         self.bound = None
         self.length = length
         self.ways = tuple(ways)
-        self.figures: dict[str, dict[str, Any]] = {}  # by way of sampling: see `measure`
+        self.figures: dict[str, dict[str, Any]] = {}  # by sampling setting: see `measure`
 
     def outputs(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the models say of tokens (B, T) but the first.
@@ -204,7 +204,7 @@ class Reader:
     ) -> Tensor:
         """Return texts (n, T) int64 that keep K (n,) natural tokens; the generator writes the rest.
 
-        natural: (n, T) int64, as many texts of each way of sampling, one way after the other.
+        natural: (n, T) int64, as many texts of each sampling setting, one way after the other.
         """
         draw = random_stream(seed, "reader")
         uniforms = torch.from_numpy(draw.random((*natural.shape, 1), dtype=np.float32)).mT
@@ -219,7 +219,7 @@ class Reader:
 
         They are log p - log q, with log p = 0 without a natural model; log q; the entropy of q;
         (log q + entropy) in standard deviations, as in Fast-DetectGPT (arXiv:2310.05130); hidden
-        states; and log q_s for each way of sampling.
+        states; and log q_s for each sampling setting.
         """
         ids = ids.to(self.device)
         following = ids[:, 1:]
@@ -308,7 +308,7 @@ class Reader:
 
     @torch.no_grad()
     def measure(self, blocks: Tensor) -> None:
-        """Set and print the figures of unseen natural blocks (b, T) int64, by way of sampling."""
+        """Set and print the figures of unseen natural blocks (b, T) int64, by sampling setting."""
         numbers, crossovers, _ = self.make_texts(blocks, self.report_blocks, "report")
         count = 1 + len(self.ways)
         natural, *of_ways = crossover_posterior(self.evidence(numbers)).chunk(count)  # (b, T) each
@@ -322,7 +322,7 @@ class Reader:
         """Return a line about what this reader was fitted on, and its error there."""
         errors = [f"{values['mae_tokens']:.1f} ({way})" for way, values in self.figures.items()]
         return (
-            "Mean error in tokens by way of sampling, temperature:top_p:top_k, on texts of "
+            "Mean error in tokens by sampling setting, temperature:top_p:top_k, on texts of "
             f"{self.length} tokens with one crossover: {', '.join(errors)}."
         )
 

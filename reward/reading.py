@@ -2,10 +2,10 @@
 
     python -c "import torch, reward.reading as r; print(r.read(torch.randn(9, 1)))"
 
-Evidence is log m - log q_s of each token for S ways of sampling s: its log-likelihood in natural
+Evidence is log m - log q_s of each token for S sampling settings s: its log-likelihood in natural
 text, less that in text of the generator, given the tokens before it. A text has one way of
 sampling, which is unknown; all are equally probable a priori.
-Shapes: B texts of T tokens, n tokens of one text, S ways of sampling.
+Shapes: B texts of T tokens, n tokens of one text, S sampling settings.
 """
 
 import math
@@ -88,7 +88,7 @@ def passage_posterior(evidence: Tensor) -> tuple[Tensor, Tensor]:
 
     The text (n, S) may switch between natural and written at each token, with the probability
     SWITCH_RATE; the first token is natural. Forward-backward algorithm (Rabiner, "A tutorial on
-    hidden Markov models", Proc. IEEE 77, 1989, section III.A), for all ways of sampling at once.
+    hidden Markov models", Proc. IEEE 77, 1989, section III.A), for all sampling settings at once.
     """
     emitted = torch.stack((torch.zeros_like(evidence), -evidence), 1)  # (n, 2, S)
     start = torch.full_like(emitted[0], -torch.inf)

@@ -42,7 +42,7 @@ def draw_evidence(n, shift=0.0):
 
 @pytest.mark.parametrize(("n", "shift"), [(2, 0.0), (6, -1.0), (6, 0.0), (80, 0.5)])
 def test_the_posterior_of_one_crossover_by_hand(n, shift):
-    """A mixture over the ways of sampling, each with the product of its ratios from K on."""
+    """A mixture over the sampling settings, each with the product of its ratios from K on."""
     evidence = draw_evidence(n, shift)
     weights = []
     for crossover in range(1, n + 1):
