@@ -58,7 +58,7 @@ def image(draw: Callable[[Any, Any], None], data: Any) -> str:
     figure = Figure(figsize=(3.5, 3.0), layout="constrained")
     draw(figure.subplots(), data)
     png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=200)
+    figure.savefig(png, dpi=200, transparent=True)  # on the colour of the page
     return f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
 
 
