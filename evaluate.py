@@ -66,7 +66,7 @@ class EvaluateSettings(Settings):
     samples: int | None = setting(None, minimum=2)
     """also measure so many samples, at the temperature where they are as diverse as natural text"""
     reward_model_path: str | None = setting(None, model_file="optional")
-    """also P(natural) of fresh text, and its KL to the baseline, of that model's training"""
+    """also P(natural) of fresh text, and its KL to the baseline; with text: what reads it"""
     reward_function: tuple[str, ...] | None = None
     """also the rewards of that fresh text by FILE.py:NAME ...; the files are executed"""
     function_weight: tuple[float, ...] | None = None

@@ -148,15 +148,13 @@ def make(stage: Stage, ledger: Ledger, device: str) -> None:
     """
     identity = stage.identity()
     record = ledger.records.get(stage.name, {"settings": identity})
-    # Until 2026-11-26 the hashes of inputs were beside the settings.
-    before = {**record["settings"], **record.get("inputs", {})}
-    difference = differing_settings(before, identity)
+    difference = differing_settings(record["settings"], identity)
     if "figures" in record and not difference and stage.artefact.exists():
         return
-    write_page(ledger)
+    page = write_page(ledger)
     number = len(ledger.about["finished"]) + 1
     num_planned = len(ledger.about["planned"])
-    print0(f"\n##### {number} of {num_planned}, {stage.name}: {stage.section}")
+    print0(f"\n##### {number} of {num_planned}, {stage.name}: {stage.section}; page so far: {page}")
     state = stage.artefact.with_suffix(".resume")
     seconds = 0.0  # of earlier processes
     if difference:

@@ -29,6 +29,7 @@ STYLE = {
     "axes.grid": True,
     "axes.prop_cycle": f"cycler(color={COLOURS})",
     "grid.color": "#d8d8d8",
+    "legend.frameon": False,
 }
 
 
