@@ -49,7 +49,7 @@ class TrainSettings(Settings):
 
     without_effect: ClassVar[Mapping[str, str]] = {
         "eval_iters": "no effect: an evaluation always reads the same part of the validation split",
-        "log_interval": "no effect: every step is logged",
+        "log_interval": "no effect: every step is in the .jsonl file",
         "always_save_checkpoint": "no effect: an evaluation always saves the state, "
         "and the model if it is the best so far",
         "beta1": "no effect: it is always 0.9",

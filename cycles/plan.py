@@ -215,7 +215,10 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
                 options["max_iters"] = cycle * sections["control_plain"].max_iters
             plain = add(train, "control_plain", cycle, **options)
             controls.append(plain)
-        learned = {"control_sampled": {"credit": "token", **functions}, "control_distil": {}}
+        learned = {
+            "control_sampled": {"credit": "token", **functions},
+            "control_distil": {"prefixes": "natural"},
+        }
         inputs["allow_unpredictive_reward"] = True  # as the policy has passed
         for kind, options in learned.items():
             if kind in used and is_likelihood:

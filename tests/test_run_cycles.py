@@ -290,9 +290,11 @@ def test_plan_of_two_cycles(tmp_path):
 
 
 def test_controls_of_the_settings(tmp_path):
-    text = CONFIG + "control_plain = dict(max_iters=9, init_from='scratch')"
+    controls = "control_plain = dict(init_from='scratch')\ncontrol_distil = dict(max_steps=3)"
     stages = ["base", "natural_model", *CYCLE]
-    assert kinds(plan(tmp_path, text)) == [*stages, "control_plain"]
+    planned = plan(tmp_path, f"{CONFIG}{controls}")
+    assert kinds(planned) == [*stages, "control_plain", "control_distil"]
+    assert planned[-3].settings.prefixes == "natural"  # whatever its section says
     assert kinds(plan(tmp_path, controls=False)) == stages
 
 
