@@ -35,7 +35,7 @@ from metrics.intervals import block_figures, block_means, format_figure
 from metrics.text_quality import TextQuality
 from model import GPT
 from reward.fit_reader import make_reader, reader_path
-from reward.scorer import check_skill, load_scorer
+from reward.scorer import load_scorer
 from reward.user_function import RESERVED_ENDINGS
 from training import checkpoint as ckpt
 
@@ -193,15 +193,9 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
     parts = encode_segments([text], [("text", text.num_characters)], tokenizer)
     ids = np.concatenate([tokens for _, tokens in parts])
     page = open_page(text_path, len(ids), settings.output_path)
-    if reader_path(path).is_file():
-        reader.load(reader_path(path))
-        remark = reader.describe()
-    else:
-        remedy = f"python -m reward.fit_reader --model_path {path} --dataset ITS_CORPUS fits one"
-        require(reader.pair is not None, f"{path} is a generator without a reader: {remedy}")
-        check_skill(path, contents["training"] or {}, is_allowed=True)
-        reader.ways = ("1",)
-        remark = f"Without a reader this assumes temperature 1, no top-p and no top-k: {remedy}."
+    remedy = f"python -m reward.fit_reader --model_path {path} --dataset ITS_CORPUS fits one"
+    require(reader_path(path).is_file(), f"{path} has no reader beside it: {remedy}")
+    reader.load(reader_path(path))
     present_text(
         page,
         Path(text_path).name,
@@ -209,7 +203,7 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
         ids,
         tokenizer.decode,
         reader.read(torch.from_numpy(ids).long()),
-        remark,
+        reader.describe(),
     )
 
 

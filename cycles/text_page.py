@@ -78,7 +78,7 @@ def present_text(
     probability = f"Probability that all of {name} is natural: {reading.all_natural:.3f}."
     lines = [f"In {name}, no text of {generator} is found.", probability]
     if passages:
-        lines[0] = f"Passages of {name} that {generator} wrote: {len(passages)}."
+        lines[0] = f"Passages of {name} that look written by {generator}: {len(passages)}."
     if not reading.is_usual:
         lines.append(
             "WARNING: this text is unlike those that the reader was fitted on (other natural text, "
@@ -86,8 +86,10 @@ def present_text(
         )
     for number, (start, end) in enumerate(passages, 1):
         begin = characters[start]
-        quote = " ".join(text[begin:][:NEARBY].split())
-        place = f"after character {begin:,}, to {characters[end]:,} of {len(text):,}"
+        stop = characters[end]
+        quote = " ".join(text[begin:stop][:NEARBY].split())
+        natural = reading.natural[start:end].mean()
+        place = f"after character {begin:,}, to {stop:,} of {len(text):,}, P(natural) {natural:.2f}"
         if is_one_crossover:
             low = characters[reading.low]
             high = characters[reading.high]
@@ -96,7 +98,8 @@ def present_text(
         lines.append(f'{number}. {place}: "{quote} ..."')
     lines += [
         remark,
-        "This is no detector of other models, and natural text of another kind can mislead it.",
+        "This is no detector of other models, a run's improved one included. Natural text of another "
+        "kind, and names that the generator knows, can mislead it, above all in short passages.",
     ]
     for line in lines:
         print0(line)

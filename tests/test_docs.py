@@ -157,6 +157,9 @@ def run_script(script: str, arguments: list[str]) -> None:
         small += ["--samples", "40"]
     if name == "train_grpo" and "--reward_model_path" in " ".join(arguments):
         small += ["--allow_unpredictive_reward", "True"]
+    if "--text" in arguments and name == "evaluate":  # a small run stops before its reader
+        options = ["--model_path", arguments[-1], "--dataset", "out/my_novel/corpus"]
+        run_script("reward/fit_reader.py", [*options, "--sampling", "1"])
     path = script if name.startswith("data/") else ROOT / f"{name}.py"
     lacks_package = name.startswith("interop/") and not importlib.util.find_spec("transformers")
     printed = io.StringIO()
