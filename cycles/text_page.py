@@ -88,6 +88,8 @@ def present_text(
         begin = characters[start]
         stop = characters[end]
         quote = " ".join(text[begin:stop][:NEARBY].split())
+        if stop - begin > NEARBY:
+            quote += " ..."
         natural = reading.natural[start:end].mean()
         place = f"after character {begin:,}, to {stop:,} of {len(text):,}, P(natural) {natural:.2f}"
         if is_one_crossover:
@@ -95,7 +97,7 @@ def present_text(
             high = characters[reading.high]
             lines[0] = f"In {name}, {generator} wrote everything after character {begin:,}."
             place = f"95 % interval: characters {low:,} to {high:,} of {len(text):,}"
-        lines.append(f'{number}. {place}: "{quote} ..."')
+        lines.append(f'{number}. {place}: "{quote}"')
     lines += [
         remark,
         "This is no detector of other models, a run's improved one included. Natural text of another "

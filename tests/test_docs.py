@@ -158,8 +158,8 @@ def run_script(script: str, arguments: list[str]) -> None:
     if name == "train_grpo" and "--reward_model_path" in " ".join(arguments):
         small += ["--allow_unpredictive_reward", "True"]
     if "--text" in arguments and name == "evaluate":  # a small run stops before its reader
-        options = ["--model_path", arguments[-1], "--dataset", "out/my_novel/corpus"]
-        run_script("reward/fit_reader.py", [*options, "--sampling", "1"])
+        options = "--dataset out/my_novel/corpus --model_path out/my_novel/reward_model_v1.pt"
+        run_script("reward/fit_reader.py", options.split())
     path = script if name.startswith("data/") else ROOT / f"{name}.py"
     lacks_package = name.startswith("interop/") and not importlib.util.find_spec("transformers")
     printed = io.StringIO()

@@ -201,7 +201,7 @@ def reading(tmp_path, corpus, generator, predictive_reward_model, monkeypatch):
 def test_the_beginning_of_generated_text_is_found(reading, corpus, tmp_path, monkeypatch):
     shutil.copy(reading["reward_model_path"], "reward.pt")
     reading["reward_model_path"] = "reward.pt"
-    succeed("reward.fit_reader", model_path="reward.pt", dataset=corpus, device="cpu", sampling="1")
+    succeed("reward.fit_reader", model_path="reward.pt", dataset=corpus, sampling="1")
     lengths = []  # of the parts in which the text is encoded
     encode = TokenizationManager.encode
     monkeypatch.setattr(
@@ -222,8 +222,12 @@ def test_the_beginning_of_generated_text_is_found(reading, corpus, tmp_path, mon
     shades = [float(share) for share in re.findall(r"--p: ([\d.]+)", page)]
     assert shades == sorted(shades, reverse=True)
 
-    finished = succeed("evaluate", **{**reading, "text": "natural.txt"})
-    assert "In natural.txt, no text of the generator of reward.pt is found." in finished
+    (tmp_path / "inside.txt").write_text(text + (tmp_path / "natural.txt").read_text())
+    reading["text"] = "inside.txt"
+    printed = succeed("evaluate", **reading)
+    assert float(re.search(r"1\. after .*P.natural. ([\d.]+)", printed)[1]) < 0.1
+    reading["text"] = "natural.txt"
+    assert "no text of the generator of reward.pt is found." in succeed("evaluate", **reading)
     assert 'id="k1"' not in (tmp_path / "natural.crossover.html").read_text()
 
 

@@ -290,9 +290,9 @@ def test_plan_of_two_cycles(tmp_path):
 
 
 def test_controls_of_the_settings(tmp_path):
-    controls = "control_plain = dict(init_from='scratch')\ncontrol_distil = dict(max_steps=3)"
+    text = CONFIG + "control_plain = dict(init_from='scratch')\ncontrol_distil = dict()"
     stages = ["base", "natural_model", *CYCLE]
-    planned = plan(tmp_path, f"{CONFIG}{controls}")
+    planned = plan(tmp_path, text)
     assert kinds(planned) == [*stages, "control_plain", "control_distil"]
     assert planned[-3].settings.prefixes == "natural"  # whatever its section says
     assert kinds(plan(tmp_path, controls=False)) == stages
