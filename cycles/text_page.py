@@ -100,8 +100,8 @@ def present_text(
         lines.append(f'{number}. {place}: "{quote}"')
     lines += [
         remark,
-        "This is no detector of other models, a run's improved one included. Natural text of another "
-        "kind, and names that the generator knows, can mislead it, above all in short passages.",
+        "This is no detector of other models, a run's improved one included. Natural text of "
+        "another kind, and names that the generator knows, can mislead it in short passages.",
     ]
     for line in lines:
         print0(line)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from helpers import (
     as_arguments,
-    call,
     make_checkpoint,
     make_mixed_text,
     refuse,
