@@ -3,8 +3,8 @@
     python -c "import torch, reward.reading as r; print(r.read(torch.randn(9, 1)))"
 
 Evidence is log m - log q_s of each token for S sampling settings s: its log-likelihood in natural
-text, less that in text of the generator, given the tokens before it. A text has one way of
-sampling, which is unknown; all are equally probable a priori.
+text, less that in text of the generator, given the tokens before it. A text has one setting,
+which is unknown; all are equally probable a priori.
 Shapes: B texts of T tokens, n tokens of one text, S sampling settings.
 """
 
