@@ -104,7 +104,10 @@ class StopInTime(TrainerCallback):
     """Stops a training after some seconds of the processor."""
 
     def __init__(self, seconds: float) -> None:
-        self.end = time.process_time() + seconds
+        self.seconds = seconds
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.end = time.process_time() + self.seconds
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop = time.process_time() > self.end
@@ -173,10 +176,10 @@ def options_of(folder: str, **changes: Any) -> dict[str, Any]:
     """Return the options that all trainers of TRL have in common."""
     return {
         "output_dir": folder,
-        "per_device_train_batch_size": GROUP,
-        "gradient_accumulation_steps": PROMPTS,
+        "per_device_train_batch_size": GROUP * PROMPTS,
+        "gradient_accumulation_steps": 1,
         "activation_checkpointing": False,
-        "bf16": torch.cuda.is_available(),
+        "bf16": False,
         "save_strategy": "no",
         "report_to": "none",
         **changes,
@@ -193,7 +196,7 @@ def make_start(whole: str, tokenizer: Any, blocks: Tensor, folder: str) -> None:
     model.config.num_hidden_layers = len(kept)
     data = Dataset.from_dict({"input_ids": blocks.tolist()})
     options = options_of(folder, max_steps=START_STEPS, learning_rate=START_RATE, seed=SEED)
-    options["gradient_accumulation_steps"] = 2 * PROMPTS
+    options["gradient_accumulation_steps"] = 2
     args = SFTConfig(max_length=None, **options)
     SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train()
     model.save_pretrained(folder)
@@ -206,8 +209,6 @@ def train(
     """Train in the way of an arm; return the policy and the number of its last phase's steps."""
     if arm == "start":
         return load_model(start), 0
-    reward = CrossoverReward(settings.whole, load_model(start), tokenizer=tokenizer)
-    reward.fit(fitted)
     prompts = Dataset.from_dict({"prompt": tokenizer.batch_decode(blocks[:, :PROMPT])})
     options = options_of(
         settings.out_dir,
@@ -227,6 +228,7 @@ def train(
         if not Path(folder, "config.json").exists():
             policy = load_policy(start)
             stop = [StopInTime(seconds)]
+            reward = crossover_reward(start, fitted, tokenizer, settings)
             CrossoverTrainer(policy, reward, GRPOConfig(**options), callbacks=stop, **parts).train()
             policy.save_pretrained(folder)
     policy = load_policy(folder)
@@ -235,8 +237,18 @@ def train(
     if "beta" in ARMS[arm]:
         trainer = GRPOTrainer(policy, no_letter_e, **parts)
     else:
+        reward = crossover_reward(start, fitted, tokenizer, settings)
         trainer = CrossoverTrainer(policy, reward, reward_funcs=no_letter_e, **parts)
     return policy, trainer.train().global_step
+
+
+def crossover_reward(
+    start: str, blocks: Tensor, tokenizer: Any, settings: TaskSettings
+) -> CrossoverReward:
+    """Return the reward of the whole model and the start, fitted on blocks (b, LENGTH)."""
+    reward = CrossoverReward(settings.whole, load_model(start), tokenizer=tokenizer)
+    reward.fit(blocks)
+    return reward
 
 
 def load_policy(folder: str) -> Any:
