@@ -57,12 +57,12 @@ START_RATE = 2e-5
 PROMPT = 32  # tokens
 LENGTH = 64  # with the completion
 GROUP = 4  # completions of a prompt
-PROMPTS = 4  # of a step
+PROMPTS = 2  # of a step
 ROWS = 16  # sequences read at a time
 # Ends of the parts of the blocks: of the figures, for the reward's weight, for training. The judge
 # reads the rest.
 PARTS = (250, 378, 1078)
-SAMPLES = 600  # of the figures, at each temperature
+SAMPLES = 500  # of the figures, at each temperature
 SEED = 42  # of the texts, the start and the figures
 KINDS = ("natural diversity", "temperature 1")
 FIGURES = ("task", "judge_loss", "unknown_words", "natural_loss", "temperature")
@@ -86,9 +86,9 @@ class TaskSettings(Settings):
     """the whole model, of Llama's architecture: a folder or a hub name (required)"""
     out_dir: str = "out/task_trl"
     """folder of the models and of the figures of each arm"""
-    seconds: float = setting(2100.0, above=0)
+    seconds: float = setting(1200.0, above=0)
     """training time of each arm, in seconds of the processor"""
-    learning_rate: float = setting(2e-5, above=0)
+    learning_rate: float = setting(4e-5, above=0)
     """peak learning rate of every arm"""
     arms: tuple[str, ...] = tuple(ARMS)
     """which arms; the start is made first"""
@@ -196,7 +196,7 @@ def make_start(whole: str, tokenizer: Any, blocks: Tensor, folder: str) -> None:
     model.config.num_hidden_layers = len(kept)
     data = Dataset.from_dict({"input_ids": blocks.tolist()})
     options = options_of(folder, max_steps=START_STEPS, learning_rate=START_RATE, seed=SEED)
-    options["gradient_accumulation_steps"] = 2
+    options["gradient_accumulation_steps"] = 4
     args = SFTConfig(max_length=None, **options)
     SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train()
     model.save_pretrained(folder)
