@@ -57,7 +57,7 @@ START_RATE = 2e-5
 PROMPT = 32  # tokens
 LENGTH = 64  # with the completion
 GROUP = 4  # completions of a prompt
-PROMPTS = 2  # of a step
+PROMPTS = 4  # of a step
 ROWS = 16  # sequences read at a time
 # Ends of the parts of the blocks: of the figures, for the reward's weight, for training. The judge
 # reads the rest.
@@ -86,7 +86,7 @@ class TaskSettings(Settings):
     """the whole model, of Llama's architecture: a folder or a hub name (required)"""
     out_dir: str = "out/task_trl"
     """folder of the models and of the figures of each arm"""
-    seconds: float = setting(1200.0, above=0)
+    seconds: float = setting(2100.0, above=0)
     """training time of each arm, in seconds of the processor"""
     learning_rate: float = setting(4e-5, above=0)
     """peak learning rate of every arm"""
@@ -196,7 +196,7 @@ def make_start(whole: str, tokenizer: Any, blocks: Tensor, folder: str) -> None:
     model.config.num_hidden_layers = len(kept)
     data = Dataset.from_dict({"input_ids": blocks.tolist()})
     options = options_of(folder, max_steps=START_STEPS, learning_rate=START_RATE, seed=SEED)
-    options["gradient_accumulation_steps"] = 4
+    options["gradient_accumulation_steps"] = 2
     args = SFTConfig(max_length=None, **options)
     SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train()
     model.save_pretrained(folder)

@@ -14,6 +14,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import GRPOConfig
 
+from common.log import format_metrics
 from common.process import run_main
 from interop.crossover_reward import CrossoverReward
 from interop.crossover_trainer import CrossoverTrainer
@@ -36,11 +37,11 @@ def short_words(completions: list[str], **_: object) -> list[float]:
 
 
 def main() -> None:
-    reward = CrossoverReward(natural=LARGE, generator=SMALL)
     text = Path(TEXT).read_text(encoding="utf-8")
+    reward = CrossoverReward(natural=LARGE, generator=SMALL)
     ids = reward.tokenizer(text, add_special_tokens=False)["input_ids"]
     blocks = torch.tensor(ids[: len(ids) // 64 * 64]).view(-1, 64)  # (n, 64): a block a row
-    reward.fit(blocks[-128:])
+    print(format_metrics(reward.fit(blocks[-128:])))
     prompts = reward.tokenizer.batch_decode(blocks[:-128, :32].tolist())  # of 32 tokens
     args = GRPOConfig(
         "trl_model",
