@@ -100,11 +100,11 @@ class TaskSettings(Settings):
         errors.check(self.whole is not None, "whole is required: pass a folder or hub name")
 
 
+@dataclass
 class StopInTime(TrainerCallback):
     """Stops a training after some seconds of the processor."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    seconds: float
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.end = time.process_time() + self.seconds
@@ -195,8 +195,13 @@ def make_start(whole: str, tokenizer: Any, blocks: Tensor, folder: str) -> None:
     model.model.layers = nn.ModuleList(kept)
     model.config.num_hidden_layers = len(kept)
     data = Dataset.from_dict({"input_ids": blocks.tolist()})
-    options = options_of(folder, max_steps=START_STEPS, learning_rate=START_RATE, seed=SEED)
-    options["gradient_accumulation_steps"] = 2
+    options = options_of(
+        folder,
+        max_steps=START_STEPS,
+        gradient_accumulation_steps=2,
+        learning_rate=START_RATE,
+        seed=SEED,
+    )
     args = SFTConfig(max_length=None, **options)
     SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train()
     model.save_pretrained(folder)

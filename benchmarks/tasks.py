@@ -89,8 +89,6 @@ class TasksSettings(Settings):
     """weights of the KL to the start beside the task's reward alone"""
     function_weights: tuple[float, ...] = (2.0, 4.0, 8.0)
     """weights of the task's reward beside the crossover reward"""
-    rate_factor: float = setting(1.0, above=0)
-    """factor of the policies' learning rates"""
     parallel: int = setting(1, minimum=1)
     """policies at a time, each with one thread"""
 
@@ -124,7 +122,6 @@ def options_of(
         "eval_interval": FAMILIES[family]["max_steps"] // EVALUATIONS,
         "output_path": f"{settings.out_dir}/{task}_{name}_{weight:g}_seed_{seed}.pt",
     }
-    options["learning_rate"] *= settings.rate_factor
     if family.endswith("alone"):
         options["beta"] = weight
     else:
