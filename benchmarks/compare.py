@@ -19,16 +19,14 @@ def compare(
     ways: Mapping[str, Callable[[], float]],
     num_runs: int,
     form: str = ".4g",
-    warm_up: bool = True,
 ) -> None:
     """Run the ways in turns, and print a table of the figures, in `unit`, that they return.
 
-    Ratios are to the last way in the same turn. form: how figures are printed. With warm_up, a
-    first turn is not counted.
+    Ratios are to the last way in the same turn. form: how figures are printed. A first turn, the
+    warm-up, is not counted.
     """
-    if warm_up:
-        for way in ways.values():
-            way()
+    for way in ways.values():
+        way()
     figures: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(num_runs):
         for name, way in ways.items():

@@ -92,8 +92,8 @@ def main() -> None:
     num_each = -(-settings.samples // len(blocks))
     ways = (*reader.ways, *OTHER_WAYS)
     report = draw_samples(reader, blocks, ways, num_each, out / "report.pt")
-    results: dict[str, Any] = {"rows": measure_rows(reader, methods, report, ways)}
-    write_json(out / "results.json", results)
+    rows = measure_rows(reader, methods, report, ways)
+    write_json(out / "results.json", {"rows": rows})
 
 
 def open_reader(settings: DetectSettings, path: Any) -> Any:

@@ -48,8 +48,8 @@ from generation.completions import Completions
 from interop.causal import complete
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
 from interop.crossover_trainer import CrossoverTrainer
-from metrics.intervals import confidence_interval, mean_figures
-from metrics.text_quality import TextQuality, share_of_unknown
+from metrics.intervals import mean_figures
+from metrics.text_quality import TextQuality
 
 DROPPED = (6, 12, 18, 24)  # layers
 START_STEPS = 30  # of the start on text
@@ -286,7 +286,6 @@ def measure(model: Any, quality: TextQuality) -> dict[str, Any]:
             **mean_figures("judge_loss", torch.from_numpy(samples.losses)),
             "natural_loss": loss.item(),
             "temperature": temperature,
-            "unknown_words_interval": confidence_interval(samples.counts, share_of_unknown),
             "task_by_sample": task,
             "judge_by_sample": samples.losses.tolist(),
             "texts": samples.texts,

@@ -72,7 +72,6 @@ FAMILIES = {
     "crossover": {**CROSSOVER, "learning_rate": 1e-3, "max_steps": 130},
     "distilled, crossover": CROSSOVER,
 }
-EVALUATIONS = 2  # during a training
 
 
 @dataclass
@@ -119,7 +118,7 @@ def options_of(
         "seed": seed,
         "base_model_path": start,
         "reward_function": f"{ROOT}/benchmarks/task_rewards.py:{task}",
-        "eval_interval": FAMILIES[family]["max_steps"] // EVALUATIONS,
+        "eval_interval": FAMILIES[family]["max_steps"] // 2,
         "output_path": f"{settings.out_dir}/{task}_{name}_{weight:g}_seed_{seed}.pt",
     }
     if family.endswith("alone"):
@@ -273,7 +272,7 @@ def main() -> None:
     settings = parse_settings(TasksSettings, "tasks")
     torch.set_num_threads(1)
     path = Path(settings.out_dir, "results.json")
-    results: dict[str, Any] = {"command": sys.argv, "policies": []}
+    results: dict[str, Any] = {"policies": []}
     if path.is_file():
         results = read_json(path)
     starts = {}

@@ -43,6 +43,7 @@ def main() -> None:
     blocks = torch.tensor(ids[: len(ids) // 64 * 64]).view(-1, 64)  # (n, 64): a block a row
     print(format_metrics(reward.fit(blocks[-128:])))
     prompts = reward.tokenizer.batch_decode(blocks[:-128, :32].tolist())  # of 32 tokens
+    data = Dataset.from_dict({"prompt": prompts}).train_test_split(test_size=16)
     args = GRPOConfig(
         "trl_model",
         max_steps=STEPS,
@@ -54,6 +55,9 @@ def main() -> None:
         reward_weights=[1.0],  # of short_words; the crossover reward counts 1
         bf16=torch.cuda.is_available(),
         logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=STEPS,
+        eval_on_start=True,
         report_to="none",
     )
     adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -62,7 +66,8 @@ def main() -> None:
         reward,
         args,
         reward_funcs=[short_words],
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        train_dataset=data["train"],
+        eval_dataset=data["test"],
         processing_class=reward.tokenizer,
         peft_config=adapter,
     )

@@ -22,9 +22,9 @@ def test_a_task_is_learned_next_to_the_crossover_reward(models, tmp_path, monkey
     succeed("examples.trl_task")
     (state,) = tmp_path.glob("trl_model/*/trainer_state.json")
     assert {
-        "rewards/short_words/mean",
-        "crossover/natural",
-        "crossover/divergence",
-        "crossover/kl_start",
+        "eval_rewards/short_words/mean",
+        "eval_crossover/natural",
+        "eval_crossover/divergence",
+        "eval_crossover/kl_start",
     } <= read_json(state)["log_history"][0].keys()
     assert (tmp_path / "trl_model/adapter_model.safetensors").is_file()
