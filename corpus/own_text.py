@@ -27,7 +27,7 @@ from tokenization_manager import TokenizationManager
 
 # the settings file for your own texts
 OWN_TEXT = str(Path(__file__).resolve().parents[1] / "config/shakespeare_library_cpu.py")
-LONG_TEXT = 1_000_000  # tokens; a model does not memorise a longer text and needs no dropout
+LONG_TEXT = 300_000  # tokens; a model does not memorise a longer text and needs no dropout
 LARGE_VOCABULARY = 1000  # ids; its models have half the steps, and GRPO half the prompts
 FEWER_PROMPTS = {  # half the default's
     "train_grpo": {"prompts_per_step": 24},
