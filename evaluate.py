@@ -193,8 +193,6 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
     parts = encode_segments([text], [("text", text.num_characters)], tokenizer)
     ids = np.concatenate([tokens for _, tokens in parts])
     page = open_page(text_path, len(ids), settings.output_path)
-    remedy = f"python -m reward.fit_reader --model_path {path} --dataset ITS_CORPUS fits one"
-    require(reader_path(path).is_file(), f"{path} has no reader beside it: {remedy}")
     reader.load(reader_path(path))
     present_text(
         page,

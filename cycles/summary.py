@@ -7,12 +7,14 @@ import math
 from pathlib import Path
 
 from cycles.results import BETTER, NO_DIFFERENCE, WORSE, Model, Results
-from metrics.intervals import format_figure
 
 # With a natural model whose loss is less than this below the generator's, expect that text becomes
 # hardly more natural.
 MIN_NATURAL_GAIN = 0.1  # nats per character
-SHORTCOMINGS = {NO_DIFFERENCE: "not shown to be better than", WORSE: "worse than"}
+SHORTCOMINGS = {
+    WORSE: "In text or in loss the policy is worse than",
+    NO_DIFFERENCE: "Its text is not shown to be better than that of",
+}
 # The first of these losses that is shown to be better or worse decides.
 LOSSES = {"judge_loss": "a judge's loss", "calibrated_loss": "its loss"}
 MOVES = {BETTER: ": {} fell", WORSE: ", but {} rose"}
@@ -138,24 +140,18 @@ def texts(results: Results, name: str, kind: str = "") -> str:
 
 
 def reason(results: Results) -> str:
-    """Return why the policy's text is not shown to be better than the generator's or than that of
-    plain training, or "".
-
-    Add nothing to an `expectation`. With a task, the task's reward decides.
-    """
-    if expectation(results) or results.task:
+    """Return which models the policy is not better than, or "". With a task, its reward decides."""
+    if results.task:
         return ""
-    others = {"generator": "the generator's", "plain training": "plain training's"}
-    reasons = []
+    found: dict[str, list[str]] = {WORSE: [], NO_DIFFERENCE: []}
     for kind, model in results.compared.items():
         verdict = model.verdict("judge_loss")
-        if kind in others and verdict in SHORTCOMINGS:
-            reasons.append(
-                f"The policy's text is {SHORTCOMINGS[verdict]} {others[kind]}: the judge's loss "
-                f"differs by {format_figure(model.differences, 'judge_loss', '+.3f')}, and lower "
-                "is better."
-            )
-    return " ".join(reasons)
+        if model.verdict("calibrated_loss") == WORSE:
+            verdict = WORSE
+        if verdict in found:
+            found[verdict].append(kind)
+    lines = [f"{SHORTCOMINGS[each]}: {'; '.join(kinds)}." for each, kinds in found.items() if kinds]
+    return " ".join(lines)
 
 
 def numbers(results: Results) -> list[list[str]]:

@@ -49,7 +49,7 @@ MOST_UNUSUAL = 0.975  # quantile of the distances from texts of other blocks: ne
 MAX_DIFFERENCE = 0.05
 FITTED = ("learned", "log_scale", "mean", "std", "texts", "bound", "known")
 SHOWN = ("r2", "mae_tokens", "median_tokens", "coverage")
-WAY_OUT = "fit the reader again"
+WAY_OUT = "fit one: python -m reward.fit_reader --model_path MODEL --dataset ITS_CORPUS"
 
 
 def parse_way(text: str) -> Sampling:

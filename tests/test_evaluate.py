@@ -233,7 +233,7 @@ def test_the_beginning_of_generated_text_is_found(reading, corpus, tmp_path, mon
 # Options, and what the error says.
 REFUSED = """
 --reward_model_path None => text needs a reward model
---reward_model_path generator.pt => has no reader beside it: python -m reward.fit_reader
+--reward_model_path generator.pt => generator.reader.pt: fit one: python -m reward.fit_reader
 --reward_model_path last.pt => the head of last.pt has no output per token
 --samples 5 => samples is ignored with text
 --output_path ./mixed.txt => the page would overwrite mixed.txt

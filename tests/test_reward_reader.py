@@ -153,7 +153,7 @@ def test_a_fit_reads_other_ways_of_sampling(
     assert "sampling=hot" in refuse_in_one_line("reward.fit_reader", **options, sampling=["hot"])
     read_text = {"text": "natural.txt", "reward_model_path": "model.pt", "device": "cpu"}
     (tmp_path / "natural.txt").write_text((corpus / "input.txt").read_text()[:200])
-    assert "has no reader beside it" in refuse_in_one_line("evaluate", **read_text)
+    assert "python -m reward.fit_reader" in refuse_in_one_line("evaluate", **read_text)
     printed = succeed("reward.fit_reader", **options, sampling=["1", "0.5"])
     assert "sampled at 0.5: r2" in printed
     reader = make_reader(load_checkpoint("model.pt"), "model.pt", torch.device("cpu"))
