@@ -1,5 +1,5 @@
 #!/bin/bash
-# What the project measures on one GPU, in less than ten minutes; or some parts of it:
+# What the project measures on one GPU, meant for ten minutes; or some parts of it:
 #
 #     bash benchmarks/gpu.sh [PART...]
 #
@@ -11,7 +11,7 @@ out=${OUT:-out/gpu}
 TIMEFORMAT="%R s"
 seconds() {
     echo "+ $*"
-    time "$@" > "$out/last_$part.txt" 2>&1 || { tail -n 20 "$out/last_$part.txt"; echo "FAILED: $*"; }
+    time "$@" > "$out/last_$part.txt" 2>&1 || { tail -n 20 "$out/last_$part.txt"; echo "FAILED: $*"; failed=1; }
 }
 mkdir -p "$out"
 nvidia-smi --query-gpu=name --format=csv,noheader
@@ -20,7 +20,7 @@ for part in ${@:-tests headline train grpo run}; do
     case $part in
     tests)
         seconds "$python" -m pytest -n 8 -q -m "not interop"
-        tail -n 30 "$out/last_tests.txt"
+        tail -n 1 "$out/last_tests.txt"
         ;;
     headline) # the first design's job: 878 blocks of 1,024 tokens, 20 samples each, 10.65M parameters
         shape="--n_layer 6 --n_head 6 --n_embd 384 --block_size 1024"
@@ -39,7 +39,7 @@ for part in ${@:-tests headline train grpo run}; do
         done
         ;;
     grpo)
-        "$python" benchmarks/grpo.py --num_runs 2
+        "$python" benchmarks/grpo.py --num_runs 2 || failed=1
         ;;
     run)
         seconds "$python" run_cycles.py --config config/shakespeare_library_cpu.py --device cuda \
@@ -47,6 +47,8 @@ for part in ${@:-tests headline train grpo run}; do
         ;;
     *)
         echo "$part: no such part; the parts are tests, headline, train, grpo and run"
+        failed=1
         ;;
     esac
 done
+exit "${failed:-0}"

@@ -65,7 +65,7 @@ PARTS = (250, 378, 1078)
 SAMPLES = 500  # of the figures, at each temperature
 SEED = 42  # of the texts, the start and the figures
 KINDS = ("natural diversity", "temperature 1")
-FIGURES = ("task", "judge_loss", "unknown_words", "natural_loss", "temperature")
+FIGURES = ("task", "judge_loss", "unknown_words")
 # The KL's weight, to the start or to the distilled model; or the task's beside the crossover reward
 ARMS: dict[str, dict[str, Any]] = {
     "start": {},
@@ -274,7 +274,7 @@ def measure(model: Any, quality: TextQuality) -> dict[str, Any]:
     rows = natural.to(model.device).split(ROWS)
     logits = torch.cat([model(input_ids=part).logits[:, :-1].float().cpu() for part in rows])
     sweep = quality.of_model(completer)
-    results = {"sweep": sweep, "natural text": quality.natural}
+    results = {"natural text": quality.natural}
     results["natural text"]["task"] = mean(no_letter_e(quality.texts(natural)[1]))
     for kind, temperature in zip(KINDS, (sweep["temperature"], 1.0), strict=True):
         samples = quality.write(quality.report, completer, temperature)

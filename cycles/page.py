@@ -39,7 +39,7 @@ def make_page(ledger: Ledger) -> str:
         expectation=summary.expectation(results),
         status=summary.status(results),
         sentence=summary.sentence(results),
-        reason=summary.reason(results),
+        shortcomings=summary.shortcomings(results),
         numbers=summary.numbers(results),
         results=results,
         pictures=draw_pictures(results, folder),

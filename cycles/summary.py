@@ -1,4 +1,4 @@
-"""What a run shows, in words: a sentence, a reason, and three numbers before and after GRPO.
+"""What a run shows, in words: a sentence, shortcomings, and three numbers before and after GRPO.
 
 python run_cycles.py --text my_novel.txt --natural_text other_novels/
 """
@@ -11,10 +11,11 @@ from cycles.results import BETTER, NO_DIFFERENCE, WORSE, Model, Results
 # With a natural model whose loss is less than this below the generator's, expect that text becomes
 # hardly more natural.
 MIN_NATURAL_GAIN = 0.1  # nats per character
-SHORTCOMINGS = {
-    WORSE: "In text or in loss the policy is worse than",
-    NO_DIFFERENCE: "Its text is not shown to be better than that of",
-}
+SHORTCOMINGS = (
+    ("The policy's text is worse than that of", "judge_loss", WORSE),
+    ("Its loss is worse than that of", "calibrated_loss", WORSE),
+    ("Its text is not shown to be better than that of", "judge_loss", NO_DIFFERENCE),
+)
 # The first of these losses that is shown to be better or worse decides.
 LOSSES = {"judge_loss": "a judge's loss", "calibrated_loss": "its loss"}
 MOVES = {BETTER: ": {} fell", WORSE: ", but {} rose"}
@@ -31,7 +32,7 @@ TASK_NUMBERS = ["fresh_function_reward", "fresh_reward", "judge_loss"]  # those 
 
 def headline(results: Results) -> list[str]:
     """Return the lines that end a run in the terminal; the page begins with the same."""
-    lines = [expectation(results), status(results), sentence(results), reason(results)]
+    lines = [expectation(results), status(results), sentence(results), shortcomings(results)]
     for label, before, after in numbers(results):
         lines.append(f"{label}: {before} -> {after}")
     return [line for line in lines if line]
@@ -139,18 +140,18 @@ def texts(results: Results, name: str, kind: str = "") -> str:
     return title
 
 
-def reason(results: Results) -> str:
-    """Return which models the policy is not better than, or "". With a task, its reward decides."""
+def shortcomings(results: Results) -> str:
+    """Return what the policy is worse than, or not shown to be better than, or "".
+
+    With a task, its reward decides.
+    """
     if results.task:
         return ""
-    found: dict[str, list[str]] = {WORSE: [], NO_DIFFERENCE: []}
-    for kind, model in results.compared.items():
-        verdict = model.verdict("judge_loss")
-        if model.verdict("calibrated_loss") == WORSE:
-            verdict = WORSE
-        if verdict in found:
-            found[verdict].append(kind)
-    lines = [f"{SHORTCOMINGS[each]}: {'; '.join(kinds)}." for each, kinds in found.items() if kinds]
+    lines = []
+    for words, name, verdict in SHORTCOMINGS:
+        kinds = [kind for kind, model in results.compared.items() if model.verdict(name) == verdict]
+        if kinds:
+            lines.append(f"{words}: {'; '.join(kinds)}.")
     return " ".join(lines)
 
 

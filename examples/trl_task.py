@@ -43,13 +43,14 @@ def main() -> None:
     blocks = torch.tensor(ids[: len(ids) // 64 * 64]).view(-1, 64)  # (n, 64): a block a row
     print(format_metrics(reward.fit(blocks[-128:])))
     prompts = reward.tokenizer.batch_decode(blocks[:-128, :32].tolist())  # of 32 tokens
-    data = Dataset.from_dict({"prompt": prompts}).train_test_split(test_size=16)
+    data = Dataset.from_dict({"prompt": prompts}).train_test_split(test_size=16, seed=0)
     args = GRPOConfig(
         "trl_model",
         max_steps=STEPS,
         learning_rate=1e-4,
         num_generations=GROUP,
         per_device_train_batch_size=GROUP,
+        per_device_eval_batch_size=GROUP,
         gradient_accumulation_steps=PROMPTS,
         max_completion_length=32,
         reward_weights=[1.0],  # of short_words; the crossover reward counts 1

@@ -49,7 +49,11 @@ MOST_UNUSUAL = 0.975  # quantile of the distances from texts of other blocks: ne
 MAX_DIFFERENCE = 0.05
 FITTED = ("learned", "log_scale", "mean", "std", "texts", "bound", "known")
 SHOWN = ("r2", "mae_tokens", "median_tokens", "coverage")
-WAY_OUT = "fit one: python -m reward.fit_reader --model_path MODEL --dataset ITS_CORPUS"
+# Of checkpoints; a Hugging Face model's reader is fitted to another --reader_path.
+WAY_OUT = (
+    "fit one: python -m reward.fit_reader --model_path MODEL --dataset ITS_CORPUS, or, for a "
+    "Hugging Face model, with another --reader_path"
+)
 
 
 def parse_way(text: str) -> Sampling:

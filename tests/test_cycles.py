@@ -26,7 +26,7 @@ from cycles.page import make_page, write_page
 from cycles.passages import read_passages
 from cycles.pictures import draw_pictures, draw_progress
 from cycles.results import Results
-from cycles.summary import headline, reason, sentence
+from cycles.summary import headline, sentence, shortcomings
 from cycles.table import comparison
 from reward_dataset_loader import RewardDataset
 from tokenization_manager import TokenizationManager, pieces
@@ -250,17 +250,19 @@ def test_a_natural_model_that_is_hardly_better_comes_first():
 
 
 def test_models_that_the_policy_is_not_better_than_are_named(tmp_path):
-    """Worse ones first, by either loss."""
-    worse = "In text or in loss the policy is worse than: natural model; "
+    """Worse ones first."""
     chance = "Its text is not shown to be better than that of: "
-    assert reason(results_of()) == f"{worse}off-policy distillation. {chance}GRPO, sampled tokens."
+    assert shortcomings(results_of()) == (
+        "Its loss is worse than that of: natural model; off-policy distillation. "
+        f"{chance}GRPO, sampled tokens."
+    )
     models = {**MODELS, "base_model_v2": evaluated(2.48, 0.2, 1.769, 0.6, 0.1)}
     ledger = make_ledger(tmp_path, evaluation_v2=models, reward_model_v1=None)
-    found = reason(Results(ledger))
+    found = shortcomings(Results(ledger))
     assert f"{chance}generator; plain training" in found
-    assert found in make_page(ledger)
+    assert found.replace("'", "&#39;") in make_page(ledger)
     controls = {**CONTROLS, "control_plain_v2": evaluated(1.9, 0.206, 1.92, 0.27)}
-    assert f"{worse}plain training; off" in reason(results_of(controls_v2=controls))
+    assert "text is worse than that of: plain" in shortcomings(results_of(controls_v2=controls))
 
 
 def rewarded(reward: float) -> dict:
