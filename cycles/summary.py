@@ -13,8 +13,8 @@ from cycles.results import BETTER, NO_DIFFERENCE, WORSE, Model, Results
 MIN_NATURAL_GAIN = 0.1  # nats per character
 SHORTCOMINGS = (
     ("The policy's text is worse than that of", "judge_loss", WORSE),
-    ("Its loss is worse than that of", "calibrated_loss", WORSE),
-    ("Its text is not shown to be better than that of", "judge_loss", NO_DIFFERENCE),
+    ("The policy's loss is higher than that of", "calibrated_loss", WORSE),
+    ("The policy's text is not shown to be better than that of", "judge_loss", NO_DIFFERENCE),
 )
 # The first of these losses that is shown to be better or worse decides.
 LOSSES = {"judge_loss": "a judge's loss", "calibrated_loss": "its loss"}

@@ -251,9 +251,10 @@ def test_a_natural_model_that_is_hardly_better_comes_first():
 
 def test_models_that_the_policy_is_not_better_than_are_named(tmp_path):
     """Worse ones first."""
-    chance = "Its text is not shown to be better than that of: "
+    chance = "The policy's text is not shown to be better than that of: "
     assert shortcomings(results_of()) == (
-        "Its loss is worse than that of: natural model; off-policy distillation. "
+        "The policy's text is worse than that of: natural model; off-policy distillation. The "
+        "policy's loss is higher than that of: natural model. "
         f"{chance}GRPO, sampled tokens."
     )
     models = {**MODELS, "base_model_v2": evaluated(2.48, 0.2, 1.769, 0.6, 0.1)}
@@ -262,7 +263,7 @@ def test_models_that_the_policy_is_not_better_than_are_named(tmp_path):
     assert f"{chance}generator; plain training" in found
     assert found.replace("'", "&#39;") in make_page(ledger)
     controls = {**CONTROLS, "control_plain_v2": evaluated(1.9, 0.206, 1.92, 0.27)}
-    assert "text is worse than that of: plain" in shortcomings(results_of(controls_v2=controls))
+    assert "natural model; plain training; " in shortcomings(results_of(controls_v2=controls))
 
 
 def rewarded(reward: float) -> dict:
