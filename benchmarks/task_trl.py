@@ -271,22 +271,22 @@ def measure(model: Any, quality: TextQuality) -> dict[str, Any]:
     completer: Any = Completer(model)
     natural = quality.natural_rows(quality.report)  # (R, N)
     rows = natural.to(model.device).split(ROWS)
-    logits = torch.cat([model(input_ids=part).logits[:, :-1].float().cpu() for part in rows])
     sweep = quality.of_model(completer)
-    results = {"natural text": quality.natural}
-    results["natural text"]["task"] = mean(no_letter_e(quality.texts(natural)[1]))
+    rewards = no_letter_e(quality.texts(natural)[1])
+    results = {"natural text": {**quality.natural, "task": mean(rewards)}}
     for kind, temperature in zip(KINDS, (sweep["temperature"], 1.0), strict=True):
         samples = quality.write(quality.report, completer, temperature)
         task = no_letter_e(samples.texts)
-        loss = cross_entropy(logits.transpose(1, 2) / temperature, natural[:, 1:])
+        loss = 0.0
+        for part in rows:
+            logits = model(input_ids=part).logits[:, :-1].float() / temperature
+            loss += cross_entropy(logits.transpose(1, 2), part[:, 1:], reduction="sum").item()
         results[kind] = {
             **quality.figures(samples),
             **mean_figures("task", torch.tensor(task)),
             **mean_figures("judge_loss", torch.from_numpy(samples.losses)),
-            "natural_loss": loss.item(),
+            "natural_loss": loss / natural[:, 1:].numel(),
             "temperature": temperature,
-            "task_by_sample": task,
-            "judge_by_sample": samples.losses.tolist(),
             "texts": samples.texts,
         }
     return results
