@@ -224,7 +224,8 @@ def their_model(config: GPTConfig, state: Mapping[str, Tensor], **settings: Any)
     their_config = transformers.AutoConfig.for_model(
         vocab_size=config.num_real_tokens,
         **their_settings(config),
-        **dict.fromkeys(DROPOUTS, config.dropout),
+        # GPT-2's defaults are not 0, and TRL cannot switch off that of GPT-NeoX's attention.
+        **dict.fromkeys(DROPOUTS, 0.0),
         **settings,
     )
     model = transformers.AutoModelForCausalLM.from_config(their_config).eval()
