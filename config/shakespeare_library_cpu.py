@@ -73,7 +73,7 @@ train_grpo = dict(
 )
 
 # The controls, which the policy is compared with. First, the generator's recipe from new weights,
-# in at least the seconds of generator, natural model, reward model and GRPO together.
+# in about the seconds of generator, natural model, reward model and GRPO together.
 control_plain = dict(
     dataset="shakespeare_play",
     init_from="scratch",
