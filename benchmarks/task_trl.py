@@ -1,6 +1,6 @@
 """Let a pruned language model follow a task in TRL, and compare how natural its text stays.
 
-    python benchmarks/task_trl.py --whole HuggingFaceTB/SmolLM2-135M-Instruct
+    python benchmarks/task_trl.py --seeds 1 2 3
 
 The task is to write without the letter e. The text is the documentation of Python's standard
 library. The start is the whole model without some layers, trained on the text for a few steps. From
@@ -11,11 +11,12 @@ CrossoverTrainer with the task and the crossover reward, whose natural model is 
 Each model is measured at temperature 1, and at the temperature at which its share of distinct word
 pairs is that of natural text. The judge is a character n-gram model of text that nothing else
 reads. It sees six characters, so it rates spelling and frequent phrases, neither grammar nor sense.
-Unknown words are those that natural text lacks.
+Unknown words are those that natural text lacks. With all arms, the script prints the differences of
+the families at equal task reward, as benchmarks/task_curves.py does.
 
-Every arm has its own file in out_dir: an interrupted run continues with its first unfinished one.
-Several processes may share the arms when the start exists (--arms start); one process takes all the
-distilled arms of a seed. Packages: requirements-interop.txt.
+Every arm has its own file in out_dir, with its figures and texts: an interrupted run continues with
+its first unfinished arm. Several processes may share the arms when the start exists (--arms start);
+one process takes all the distilled arms of a seed. Packages: requirements-interop.txt.
 Shapes: b blocks of LENGTH tokens.
 """
 
@@ -34,21 +35,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+from benchmarks.task_curves import print_difference
 from benchmarks.task_rewards import no_letter_e
 from common.files import read_json, write_json
-from common.log import format_metrics
 from common.process import run_main
-from common.settings import Errors, Settings, parse_settings, setting
+from common.settings import Settings, parse_settings, setting
 from generation.completions import Completions
 from interop.causal import complete
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
 from interop.crossover_trainer import CrossoverTrainer
-from metrics.intervals import mean_figures
 from metrics.text_quality import TextQuality
 
 DROPPED = (6, 12, 18, 24)  # layers
@@ -64,8 +64,18 @@ ROWS = 16  # sequences read at a time
 PARTS = (250, 378, 1078)
 SAMPLES = 500  # of the figures, at each temperature
 SEED = 42  # of the texts, the start and the figures
-KINDS = ("natural diversity", "temperature 1")
-FIGURES = ("task", "judge_loss", "unknown_words")
+COMPARED = (
+    ("natural diversity", "judge_loss"),
+    ("temperature 1", "judge_loss"),
+    ("natural diversity", "natural_loss"),
+)
+OPTIONS: dict[str, Any] = {  # of all trainers of TRL
+    "per_device_train_batch_size": GROUP * PROMPTS,
+    "activation_checkpointing": False,
+    "bf16": False,  # TRL's default is True; figures of a CPU and a GPU are to be alike
+    "save_strategy": "no",
+    "report_to": "none",
+}
 # The KL's weight, to the start or to the distilled model; or the task's beside the crossover reward
 ARMS: dict[str, dict[str, Any]] = {
     "start": {},
@@ -82,8 +92,8 @@ ARMS: dict[str, dict[str, Any]] = {
 class TaskSettings(Settings):
     """Compare ways to keep text natural while a model follows a task."""
 
-    whole: str | None = None
-    """the whole model, of Llama's architecture: a folder or a hub name (required)"""
+    whole: str = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    """the whole model, of Llama's architecture: a folder or a hub name"""
     out_dir: str = "out/task_trl"
     """folder of the models and of the figures of each arm"""
     seconds: float = setting(2100.0, above=0)
@@ -92,12 +102,8 @@ class TaskSettings(Settings):
     """peak learning rate of every arm"""
     arms: tuple[str, ...] = tuple(ARMS)
     """which arms; the start is made first"""
-    seed: int = 1
-    """seed of the training"""
-
-    def check_settings(self, errors: Errors) -> None:
-        """Check that a model is named."""
-        errors.check(self.whole is not None, "whole is required: pass a folder or hub name")
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """seeds of the training"""
 
 
 @dataclass
@@ -128,8 +134,7 @@ class Completer:
 def main() -> None:
     settings = parse_settings(TaskSettings, "task_trl")
     torch.set_num_threads(1)
-    whole = str(settings.whole)
-    tokenizer = load_tokenizer(whole)
+    tokenizer = load_tokenizer(settings.whole)
     ids = tokenizer("\n\n".join(paragraphs()))["input_ids"]
     blocks = torch.tensor(ids).unfold(0, LENGTH, LENGTH)
     measured, fitted, trained, judged = blocks.tensor_split(PARTS)
@@ -139,16 +144,30 @@ def main() -> None:
 
     start = f"{settings.out_dir}/start"
     if not Path(start, "config.json").exists():
-        make_start(whole, tokenizer, trained, start)
-    for arm in settings.arms:
-        path = Path(settings.out_dir, f"{arm}, seed {settings.seed}.json")
-        if not path.exists():
-            model, steps = train(arm, start, trained, fitted, tokenizer, settings)
-            write_json(path, {"steps": steps, **measure(model, quality)})
-        figures = read_json(path)
-        for kind in KINDS:
-            shown = {name: figures[kind][name] for name in FIGURES}
-            print(f"{arm}, {kind}: {format_metrics(shown)}")
+        make_start(settings.whole, tokenizer, trained, start)
+    results = {}
+    for seed in settings.seeds:
+        for arm in settings.arms:
+            path = Path(settings.out_dir, f"{arm}, seed {seed}.json")
+            if not path.exists():
+                model, steps = train(arm, seed, start, trained, fitted, tokenizer, settings)
+                write_json(path, {"steps": steps, **measure(model, quality)})
+            results[arm, seed] = read_json(path)
+    if settings.arms == tuple(ARMS):
+        compare(results)
+
+
+def compare(results: dict[tuple[str, int], Any]) -> None:
+    """Print the crossover reward's differences from the other families at equal task reward."""
+    for kind, loss in COMPARED:
+        print(loss, "at", kind)
+        policies = []
+        for (arm, seed), figures in results.items():
+            point = {"reward": figures[kind]["task"], "judge_loss": figures[kind][loss]}
+            family = arm.split(",")[0]
+            policies.append({"task": "reward", "family": family, "seed": seed, "at_natural": point})
+        for other in ("task", "distilled"):
+            print_difference(policies, "reward", "crossover", other)
 
 
 def paragraphs() -> list[str]:
@@ -172,63 +191,59 @@ def is_prose(text: str) -> bool:
     return is_plain and text.isascii() and not set(text) & set("|<>=#")
 
 
-def options_of(folder: str, **changes: Any) -> dict[str, Any]:
-    """Return the options that all trainers of TRL have in common."""
-    return {
-        "output_dir": folder,
-        "per_device_train_batch_size": GROUP * PROMPTS,
-        "activation_checkpointing": False,
-        "bf16": False,  # TRL's default is True; figures of a CPU and a GPU are to be alike
-        "save_strategy": "no",
-        "report_to": "none",
-        **changes,
-    }
-
-
 def make_start(whole: str, tokenizer: Any, blocks: Tensor, folder: str) -> None:
     """Drop layers of the whole model, train the rest on blocks (b, LENGTH), and save it."""
     model = load_model(whole, torch.float32)
-    kept = [layer for number, layer in enumerate(model.model.layers) if number not in DROPPED]
-    for number, layer in enumerate(kept):
+    layers = model.model.layers
+    for number in reversed(DROPPED):
+        del layers[number]
+    for number, layer in enumerate(layers):
         layer.self_attn.layer_idx = number
-    model.model.layers = nn.ModuleList(kept)
-    model.config.num_hidden_layers = len(kept)
+    model.config.num_hidden_layers = len(layers)
     data = Dataset.from_dict({"input_ids": blocks.tolist()})
-    options = options_of(
+    args = SFTConfig(
         folder,
+        max_length=None,
         max_steps=START_STEPS,
         gradient_accumulation_steps=2,
         learning_rate=START_RATE,
         seed=SEED,
+        **OPTIONS,
     )
-    args = SFTConfig(max_length=None, **options)
     SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def train(
-    arm: str, start: str, blocks: Tensor, fitted: Tensor, tokenizer: Any, settings: TaskSettings
+    arm: str,
+    seed: int,
+    start: str,
+    blocks: Tensor,
+    fitted: Tensor,
+    tokenizer: Any,
+    settings: TaskSettings,
 ) -> tuple[Any, int]:
     """Train in the way of an arm; return the policy and the number of its last phase's steps."""
     if arm == "start":
         return load_model(start), 0
     prompts = Dataset.from_dict({"prompt": tokenizer.batch_decode(blocks[:, :PROMPT])})
-    options = options_of(
-        settings.out_dir,
-        num_generations=GROUP,
-        max_completion_length=LENGTH - PROMPT,
-        max_steps=10**6,
-        lr_scheduler_type="constant",
-        learning_rate=settings.learning_rate,
-        seed=settings.seed,
-    )
+    options = {
+        "output_dir": settings.out_dir,
+        "num_generations": GROUP,
+        "max_completion_length": LENGTH - PROMPT,
+        "max_steps": 10**6,
+        "lr_scheduler_type": "constant",
+        "learning_rate": settings.learning_rate,
+        "seed": seed,
+        **OPTIONS,
+    }
     parts: dict[str, Any] = {"train_dataset": prompts, "processing_class": tokenizer}
     seconds = settings.seconds
     folder = start
     if arm.startswith("distilled"):
         seconds /= 2
-        folder = f"{settings.out_dir}/distilled, seed {settings.seed}"
+        folder = f"{settings.out_dir}/distilled, seed {seed}"
         if not Path(folder, "config.json").exists():
             policy = load_policy(start)
             stop = [StopInTime(seconds)]
@@ -264,29 +279,26 @@ def load_policy(folder: str) -> Any:
 
 @torch.no_grad()
 def measure(model: Any, quality: TextQuality) -> dict[str, Any]:
-    """Return figures of a model's completions, and its loss on natural text in nats per token, at
-    both temperatures.
+    """Return what TextQuality.of_model does, then figures and texts at both temperatures.
+
+    natural_loss is the loss on natural text at the temperature, in nats per token.
     """
     model = model.eval().to(torch.bfloat16)
     completer: Any = Completer(model)
     natural = quality.natural_rows(quality.report)  # (R, N)
-    rows = natural.to(model.device).split(ROWS)
     sweep = quality.of_model(completer)
-    rewards = no_letter_e(quality.texts(natural)[1])
-    results = {"natural text": {**quality.natural, "task": mean(rewards)}}
-    for kind, temperature in zip(KINDS, (sweep["temperature"], 1.0), strict=True):
+    results = {"sweep": sweep}
+    kinds = {"natural diversity": sweep["temperature"], "temperature 1": 1.0}
+    for kind, temperature in kinds.items():
         samples = quality.write(quality.report, completer, temperature)
-        task = no_letter_e(samples.texts)
         loss = 0.0
-        for part in rows:
-            logits = model(input_ids=part).logits[:, :-1].float() / temperature
-            loss += cross_entropy(logits.transpose(1, 2), part[:, 1:], reduction="sum").item()
+        for rows in natural.to(model.device).split(ROWS):
+            logits = model(input_ids=rows).logits[:, :-1].float() / temperature
+            loss += cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="sum").item()
         results[kind] = {
             **quality.figures(samples),
-            **mean_figures("task", torch.tensor(task)),
-            **mean_figures("judge_loss", torch.from_numpy(samples.losses)),
+            "task": mean(no_letter_e(samples.texts)),
             "natural_loss": loss / natural[:, 1:].numel(),
-            "temperature": temperature,
             "texts": samples.texts,
         }
     return results
