@@ -9,14 +9,15 @@ penalty, the same after CrossoverTrainer has distilled the whole model for half 
 CrossoverTrainer with the task and the crossover reward, whose natural model is the whole model.
 
 Each model is measured at temperature 1, and at the temperature at which its share of distinct word
-pairs is that of natural text. The judge is a character n-gram model of text that nothing else
-reads. It sees six characters, so it rates spelling and frequent phrases, neither grammar nor sense.
-Unknown words are those that natural text lacks. With all arms, the script prints the differences of
-the families at equal task reward, as benchmarks/task_curves.py does.
+pairs is that of natural text. The judge is a character n-gram model of text kept from training. It
+sees six characters, so it rates spelling and frequent phrases, neither grammar nor sense. Unknown
+words are those that natural text lacks. With all arms, the script prints the differences of the
+families at equal task reward, as benchmarks/task_curves.py does.
 
-Every arm has its own file in out_dir, with its figures and texts: an interrupted run continues with
-its first unfinished arm. Several processes may share the arms when the start exists (--arms start);
-one process takes all the distilled arms of a seed. Packages: requirements-interop.txt.
+Every arm has its own file in out_dir, with its figures and texts. With the same settings, an
+interrupted run continues with its first unfinished arm. Several processes may share the arms when
+the start exists (--arms start --seeds 1); one process takes all the distilled arms of a seed.
+Packages: requirements-interop.txt.
 Shapes: b blocks of LENGTH tokens.
 """
 
@@ -143,7 +144,7 @@ def main() -> None:
     quality = TextQuality(tokenizer, library, tokens, LENGTH, SAMPLES, library, PROMPT / LENGTH)
 
     start = f"{settings.out_dir}/start"
-    if not Path(start, "config.json").exists():
+    if not Path(start, "model.safetensors").exists():
         make_start(settings.whole, tokenizer, trained, start)
     results = {}
     for seed in settings.seeds:
@@ -244,7 +245,7 @@ def train(
     if arm.startswith("distilled"):
         seconds /= 2
         folder = f"{settings.out_dir}/distilled, seed {seed}"
-        if not Path(folder, "config.json").exists():
+        if not Path(folder, "model.safetensors").exists():
             policy = load_policy(start)
             stop = [StopInTime(seconds)]
             reward = crossover_reward(start, fitted, tokenizer, settings)
@@ -279,7 +280,7 @@ def load_policy(folder: str) -> Any:
 
 @torch.no_grad()
 def measure(model: Any, quality: TextQuality) -> dict[str, Any]:
-    """Return what TextQuality.of_model does, then figures and texts at both temperatures.
+    """Return TextQuality.of_model's figures as sweep, then figures and texts at both temperatures.
 
     natural_loss is the loss on natural text at the temperature, in nats per token.
     """
