@@ -49,10 +49,10 @@ def curve_difference(curve: np.ndarray, other: np.ndarray) -> float:
     return float(np.trapezoid(losses[0] - losses[1], rewards) / (high - low))
 
 
-def points_of(records: Sequence[Record], task: str) -> np.ndarray:
-    """Return the task rewards and the judge's losses (n, 2) of models, at natural diversity."""
+def points_of(records: Sequence[Record], task: str, loss: str = "judge_loss") -> np.ndarray:
+    """Return the task rewards and the losses (n, 2) of models, at natural diversity."""
     figures = [record["at_natural"] for record in records]
-    return np.array([[each[task], each["judge_loss"]] for each in figures])
+    return np.array([[each[task], each[loss]] for each in figures])
 
 
 def show(results: dict[str, Any], picture: Path) -> None:
@@ -98,12 +98,14 @@ def print_row(records: Sequence[Record], task: str, label: str) -> None:
     print0(f"| {label} | {' | '.join(cells)} | {num_reached} of {len(records)} |")
 
 
-def print_difference(policies: Sequence[Record], task: str, family: str, other: str) -> None:
+def print_difference(
+    policies: Sequence[Record], task: str, family: str, other: str, loss: str = "judge_loss"
+) -> None:
     """Print the difference of a family from another; an interval without 0 is a verdict."""
     values = []
     for seed in sorted({record["seed"] for record in policies}):
         own = select(policies, task=task, seed=seed)
-        curves = [points_of(select(own, family=name), task) for name in (family, other)]
+        curves = [points_of(select(own, family=name), task, loss) for name in (family, other)]
         values.append(curve_difference(*curves))
     print0(f"{family} minus {other}: {by_seed(np.array(values))}")
 

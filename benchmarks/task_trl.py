@@ -164,11 +164,10 @@ def compare(results: dict[tuple[str, int], Any]) -> None:
         print(loss, "at", kind)
         policies = []
         for (arm, seed), figures in results.items():
-            point = {"reward": figures[kind]["task"], "judge_loss": figures[kind][loss]}
-            family = arm.split(",")[0]
-            policies.append({"task": "reward", "family": family, "seed": seed, "at_natural": point})
+            record = {"task": "task", "family": arm.split(",")[0], "seed": seed}
+            policies.append({**record, "at_natural": figures[kind]})
         for other in ("task", "distilled"):
-            print_difference(policies, "reward", "crossover", other)
+            print_difference(policies, "task", "crossover", other, loss)
 
 
 def paragraphs() -> list[str]:
