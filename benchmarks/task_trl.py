@@ -35,11 +35,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from benchmarks.task_curves import print_difference
 from benchmarks.task_rewards import no_letter_e
@@ -49,8 +46,8 @@ from common.settings import Settings, parse_settings, setting
 from generation.completions import Completions
 from interop.causal import complete
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
-from interop.crossover_trainer import CrossoverTrainer
 from metrics.text_quality import TextQuality
+from training.huggingface import import_optional
 
 DROPPED = (6, 12, 18, 24)  # layers
 START_STEPS = 30  # of the start on text
@@ -107,17 +104,17 @@ class TaskSettings(Settings):
     """seeds of the training"""
 
 
-@dataclass
-class StopInTime(TrainerCallback):
-    """Stops a training after some seconds of the processor."""
+def stop_in_time(seconds: float) -> Any:
+    """Return a callback that stops a training after some seconds of the processor."""
 
-    seconds: float
+    class StopInTime(import_optional("transformers").TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.end = time.process_time() + seconds
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.end = time.process_time() + self.seconds
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = time.process_time() > self.end
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = time.process_time() > self.end
+    return StopInTime()
 
 
 @dataclass
@@ -193,6 +190,7 @@ def is_prose(text: str) -> bool:
 
 def make_start(whole: str, tokenizer: Any, blocks: Tensor, folder: str) -> None:
     """Drop layers of the whole model, train the rest on blocks (b, LENGTH), and save it."""
+    trl = import_optional("trl")
     model = load_model(whole, torch.float32)
     layers = model.model.layers
     for number in reversed(DROPPED):
@@ -200,8 +198,8 @@ def make_start(whole: str, tokenizer: Any, blocks: Tensor, folder: str) -> None:
     for number, layer in enumerate(layers):
         layer.self_attn.layer_idx = number
     model.config.num_hidden_layers = len(layers)
-    data = Dataset.from_dict({"input_ids": blocks.tolist()})
-    args = SFTConfig(
+    data = import_optional("datasets").Dataset.from_dict({"input_ids": blocks.tolist()})
+    args = trl.SFTConfig(
         folder,
         max_length=None,
         max_steps=START_STEPS,
@@ -210,7 +208,7 @@ def make_start(whole: str, tokenizer: Any, blocks: Tensor, folder: str) -> None:
         seed=SEED,
         **OPTIONS,
     )
-    SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train()
+    trl.SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -227,7 +225,10 @@ def train(
     """Train in the way of an arm; return the policy and the number of its last phase's steps."""
     if arm == "start":
         return load_model(start), 0
-    prompts = Dataset.from_dict({"prompt": tokenizer.batch_decode(blocks[:, :PROMPT])})
+    trl = import_optional("trl")
+    trainer_class = import_optional("interop.crossover_trainer").CrossoverTrainer
+    texts = tokenizer.batch_decode(blocks[:, :PROMPT])
+    prompts = import_optional("datasets").Dataset.from_dict({"prompt": texts})
     options = {
         "output_dir": settings.out_dir,
         "num_generations": GROUP,
@@ -246,18 +247,19 @@ def train(
         folder = f"{settings.out_dir}/distilled, seed {seed}"
         if not Path(folder, "model.safetensors").exists():
             policy = load_policy(start)
-            stop = [StopInTime(seconds)]
+            stop = [stop_in_time(seconds)]
             reward = crossover_reward(start, fitted, tokenizer, settings)
-            CrossoverTrainer(policy, reward, GRPOConfig(**options), callbacks=stop, **parts).train()
+            args = trl.GRPOConfig(**options)
+            trainer_class(policy, reward, args, callbacks=stop, **parts).train()
             policy.save_pretrained(folder)
     policy = load_policy(folder)
-    parts["args"] = GRPOConfig(**options, **ARMS[arm])
-    parts["callbacks"] = [StopInTime(seconds)]
+    parts["args"] = trl.GRPOConfig(**options, **ARMS[arm])
+    parts["callbacks"] = [stop_in_time(seconds)]
     if "beta" in ARMS[arm]:
-        trainer = GRPOTrainer(policy, no_letter_e, **parts)
+        trainer = trl.GRPOTrainer(policy, no_letter_e, **parts)
     else:
         reward = crossover_reward(start, fitted, tokenizer, settings)
-        trainer = CrossoverTrainer(policy, reward, reward_funcs=no_letter_e, **parts)
+        trainer = trainer_class(policy, reward, reward_funcs=no_letter_e, **parts)
     return policy, trainer.train().global_step
 
 
