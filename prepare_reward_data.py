@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common.device import autocast, random_stream, select_device
+from common.device import autocast, random_stream, select_device, total_memory
 from common.files import atomic_folder, atomic_path, write_text
 from common.log import format_size, print0
 from common.process import require, run_main, warn
@@ -37,7 +37,7 @@ from training.checkpoint import (
     load_checkpoint,
 )
 
-BLOCKS = 64  # blocks of a batch, each with all its samples
+CPU_BLOCKS = 64  # of a batch on a CPU, each with all its samples; a GPU takes as many as fit
 SAMPLING = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")
 FILES = {
     "train_x.bin",
@@ -90,6 +90,9 @@ def create_reward_samples(
     count = min(max_blocks or total, total)
     blocks = evenly_spaced(np.arange(count), total, count)
     completer = Completer(model.to(device), N)
+    num_together = CPU_BLOCKS
+    if total_memory(torch.device(device)) is not None:
+        num_together = max(1, completer.rows // samples_per_chunk)
     sampling = Sampling(temperature, top_k)
     samples_x: list[np.ndarray] = []
     samples_y: list[np.ndarray] = []
@@ -97,7 +100,7 @@ def create_reward_samples(
         tqdm(total=count, desc="Processing blocks", mininterval=1) as bar,
         autocast(torch.device(device)),
     ):
-        for batch in np.split(blocks, range(BLOCKS, count, BLOCKS)):
+        for batch in np.split(blocks, range(num_together, count, num_together)):
             natural = text_rows(tokens, batch * N, N).to(device)  # (P, N)
             K, uniforms = crossovers_and_uniforms(seed, split, batch, samples_per_chunk, N)
             completions = completer(

@@ -26,7 +26,7 @@ from common.device import (
     select_dtype,
 )
 from common.distributed import parallel, start_ranks
-from common.log import format_metrics, format_size, print0, start_tracker
+from common.log import format_metrics, format_size, print0
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from data_loader import Corpus, get_batch, open_corpus
@@ -39,8 +39,15 @@ from training.run import RESUME_HINT, Run
 
 MIN_DELTA = 0.001  # nats per character: a smaller improvement does not reset the patience
 NO_CHECKPOINT = ("scratch", "resume")  # values of init_from that name no checkpoint
-# Settings that a checkpoint decides if the run starts from one
-SHAPE = ("block_size", "n_layer", "n_head", "n_embd", "bias", "position")
+# The shape of a new model, unless it is set; a checkpoint has its own
+NEW_SHAPE: dict[str, Any] = {
+    "block_size": 128,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_embd": 128,
+    "bias": False,
+    "position": "rope",
+}
 
 
 @dataclass
@@ -82,20 +89,20 @@ class TrainSettings(Settings):
     """batches whose gradients are summed for one step"""
     batch_size: int = setting(16, minimum=1)
     """sequences in a batch"""
-    block_size: int = setting(128, minimum=1)
-    """longest context, in tokens; a longer checkpoint is cropped only if this is set"""
-    n_layer: int = setting(4, minimum=1)
-    """transformer blocks"""
-    n_head: int = setting(4, minimum=1)
-    """attention heads"""
-    n_embd: int = setting(128, minimum=1)
-    """width of the embeddings"""
+    block_size: int | None = setting(None, minimum=1)
+    """longest context, in tokens, which crops a longer checkpoint; None: 128 in a new model"""
+    n_layer: int | None = setting(None, minimum=1)
+    """transformer blocks; None: 4 in a new model"""
+    n_head: int | None = setting(None, minimum=1)
+    """attention heads; None: 4 in a new model"""
+    n_embd: int | None = setting(None, minimum=1)
+    """width of the embeddings; None: 128 in a new model"""
     dropout: float = setting(0.0, minimum=0, below=1)
     """dropout probability in training"""
-    bias: bool = False
-    """give new linear layers and layer norms a bias"""
-    position: Literal["rope", "learned"] = "rope"
-    """rotary position embeddings, or nanoGPT's learned ones"""
+    bias: bool | None = None
+    """whether linear layers and layer norms have a bias; None: not in a new model"""
+    position: Literal["rope", "learned"] | None = None
+    """rotary position embeddings, or nanoGPT's learned ones; None: rope in a new model"""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: for matrices in the blocks, at 5 times the learning rate; AdamW for the rest"""
     learning_rate: float = setting(1e-3, above=0)
@@ -147,9 +154,17 @@ class TrainSettings(Settings):
             f"lr_schedule={self.lr_schedule}: decay_lr, min_lr and lr_decay_iters are for cosine: "
             "leave them out",
         )
-        config = GPTConfig(n_head=self.n_head, n_embd=self.n_embd, position=self.position)
-        impossible = config.problem() or ""
+        impossible = GPTConfig(**self.new_shape()).problem() or ""
         errors.check(not impossible, impossible, "Change --n_head or --n_embd")
+
+    def new_shape(self) -> dict[str, Any]:
+        """Return the fields of GPTConfig that give a new model its shape."""
+        shape = dict(NEW_SHAPE)
+        for name in NEW_SHAPE:
+            value = getattr(self, name)
+            if value is not None:
+                shape[name] = value
+        return shape
 
 
 @dataclass
@@ -178,7 +193,7 @@ def run(settings: TrainSettings) -> dict[str, Any]:
     if settings.eval_only and path in NO_CHECKPOINT:
         path = str(output)
     start = None
-    block_size = settings.block_size
+    block_size = settings.new_shape()["block_size"]
     if path not in NO_CHECKPOINT:
         start = ckpt.load_checkpoint(path)
         start["config"].dropout = settings.dropout
@@ -186,7 +201,7 @@ def run(settings: TrainSettings) -> dict[str, Any]:
         if not settings.eval_only:
             fit_shape(model, settings, path)
         block_size = model.config.block_size
-    corpus = open_corpus(settings.dataset, block_size + 1)
+    corpus = open_corpus(settings.dataset, block_size + 1, ranks)
     if start is not None:
         ckpt.check_tokenizer(start, corpus.tokenizer)
     measure = partial(
@@ -210,13 +225,7 @@ def run(settings: TrainSettings) -> dict[str, Any]:
 
     # the run, and its model: that of the saved state or of the checkpoint, or a new one
     run = Run(output, settings, corpus.record, ranks)
-    run.records.tracker = start_tracker(
-        settings.tracker,
-        output,
-        asdict(settings),
-        settings.wandb_project,
-        settings.wandb_run_name,
-    )
+    run.start_tracker(settings, settings.wandb_project, settings.wandb_run_name)
     if run.is_resumed:
         with run.reading():
             model = GPT(ckpt.checked_contents(run.saved)["config"])
@@ -335,14 +344,14 @@ def fit_shape(model: GPT, settings: TrainSettings, path: str) -> None:
 
     Raise UserError if a setting contradicts the shape of the model.
     """
-    is_set = settings.block_size != TrainSettings.block_size
-    if is_set and settings.block_size < model.config.block_size:
-        model.crop_block_size(settings.block_size)
-    for name in SHAPE:
+    block_size = settings.block_size
+    if block_size is not None and block_size < model.config.block_size:
+        model.crop_block_size(block_size)
+    for name in NEW_SHAPE:
         value = getattr(settings, name)
         actual = getattr(model.config, name)
         require(
-            value in (actual, getattr(TrainSettings, name)),
+            value in (actual, None),
             f"{name}={value}: {path} has {name}={actual}: leave out --{name}",
         )
 
@@ -353,8 +362,9 @@ def new_model(settings: TrainSettings, tokenizer: TokenizationManager) -> GPT:
     A BPE vocabulary is padded to a multiple of 64 ids; padding ids are never used.
     """
     seed_step(settings.seed, "weights")
-    shape = {name: getattr(settings, name) for name in SHAPE}
-    config = GPTConfig(vocab_size=tokenizer.vocab_size, dropout=settings.dropout, **shape)
+    config = GPTConfig(
+        vocab_size=tokenizer.vocab_size, dropout=settings.dropout, **settings.new_shape()
+    )
     if tokenizer.method != "char":
         config.num_tokens = config.vocab_size
         config.vocab_size = math.ceil(config.vocab_size / 64) * 64

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.process import explaining
 
@@ -61,14 +62,15 @@ def check_compiler(device: torch.device) -> None:
         torch.compile(lambda x: x.exp())(torch.zeros(1, device=device))
 
 
-def free_memory(device: torch.device) -> int:
-    """Return the bytes of free memory on a CUDA device.
+def without_cudnn_attention() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which attention does not use cuDNN.
 
-    Memory that torch's allocator holds but does not use counts as free.
+    On recent NVIDIA GPUs torch 2.11 and later prefer cuDNN, which builds a plan for each new shape
+    in 40 to 60 ms. During generation every token has a new shape.
     """
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free, _total = torch.cuda.mem_get_info(device)
-    return free + unused
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
 
 
 def total_memory(device: torch.device) -> int | None:

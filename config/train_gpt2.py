@@ -3,6 +3,10 @@
 # data/openwebtext/prepare.py writes them in this form. On 8 GPUs:
 #
 #     torchrun --standalone --nproc_per_node=8 train.py --config config/train_gpt2.py
+#
+# On one GPU, which makes all batches of a step:
+#
+#     python train.py --config config/train_gpt2.py --batch_size 12 --gradient_accumulation_steps 40
 
 out_dir = "out/gpt2"
 dataset = "openwebtext"

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.device import evaluating, free_memory
+from common.device import evaluating, total_memory, without_cudnn_attention
 from common.process import require
 from generation.kv_cache import KVCache
 from generation.sampling import Sampling, check_drawn, sample_tokens
 
 DEFAULT_CPU_ROWS = 1024
 DEFAULT_CPU_MB = 1024
+SAMPLING_BYTES = 24  # for each token id of a row's logits, with all copies
 PLAIN = Sampling()
 
 
@@ -56,7 +57,7 @@ def complete(
     group = prefix_lengths.size(1)
     assert length <= config.block_size
     assert 1 <= prefix_lengths.min() <= prefix_lengths.max() <= length
-    with evaluating(model):
+    with evaluating(model), without_cudnn_attention():
         order = prefix_lengths.flatten().argsort(stable=True)  # (R,)
         prefixes = prefix_lengths.flatten()[order].tolist()
         rows = len(prefixes)
@@ -90,19 +91,22 @@ def complete(
 class Completer:
     """`complete` for any number of rows: as many at a time as fit, in one cache for all calls.
 
-    On CUDA, half of the free memory is for keys and values. Elsewhere at most DEFAULT_CPU_ROWS rows
-    and DEFAULT_CPU_MB are used, as more gain nothing. The samples of a prompt stay together.
+    On CUDA, half of the card's memory is for keys, values and logits, so that the same card always
+    completes the same rows together. Elsewhere at most DEFAULT_CPU_ROWS rows and DEFAULT_CPU_MB are
+    used, as more gain nothing. The samples of a prompt stay together.
     """
 
     def __init__(self, model: Any, length: int) -> None:
         self.model = model
         self.length = length
         self._cache: KVCache | None = None
-        device = next(model.parameters()).device
+        memory = total_memory(next(model.parameters()).device)
         bytes_per_row = KVCache.bytes_per_row(model, length)
-        rows = min(DEFAULT_CPU_ROWS, DEFAULT_CPU_MB * 2**20 // bytes_per_row)
-        if device.type == "cuda":
-            rows = free_memory(device) // 2 // bytes_per_row
+        if memory is None:
+            rows = min(DEFAULT_CPU_ROWS, DEFAULT_CPU_MB * 2**20 // bytes_per_row)
+        else:
+            bytes_per_row += SAMPLING_BYTES * model.config.vocab_size
+            rows = memory // 2 // bytes_per_row
         self.rows = max(1, rows)
 
     def __call__(
@@ -170,7 +174,7 @@ def generate(
         idx = complete(
             model, natural, prefix_lengths, uniforms[:, None, :within], sampling
         ).ids.squeeze(1)
-    with evaluating(model):
+    with evaluating(model), without_cudnn_attention():
         for position in range(idx.size(1), length):
             logits, _ = model(idx[:, -config.block_size :])
             numbers = uniforms[:, position].to(idx.device)

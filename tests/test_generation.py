@@ -289,3 +289,25 @@ def test_crossovers_are_uniform_and_leave_a_token_to_write():
     assert draw_crossovers(uniforms, 9).tolist() == [1, 1, 2, 5, 8]
     assert draw_crossovers(uniforms, 9, distinct=3).tolist() == [1, 1, 1, 4, 8]
     assert draw_crossovers(uniforms[[0, -1]], 2).tolist() == [1, 1]
+
+
+def test_cudnn_is_off_while_tokens_are_drawn(monkeypatch):
+    """Within a full block and beyond it; afterwards the backends are as before."""
+    was_on = []
+
+    def noted(*arguments):
+        was_on.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sample_tokens(*arguments)
+
+    monkeypatch.setattr(completions, "sample_tokens", noted)
+    model = tiny_model()
+    generate(model, torch.zeros(1, 1, dtype=torch.int64), N + 2)
+    assert was_on == [False] * (N + 2) and torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_rows_follow_from_the_total_memory_of_a_gpu(monkeypatch):
+    """For keys, values, and the logits while a token is drawn."""
+    model = tiny_model()
+    row = KVCache.bytes_per_row(model, N) + completions.SAMPLING_BYTES * model.config.vocab_size
+    monkeypatch.setattr(completions, "total_memory", lambda device: 2 * 7.5 * row)
+    assert Completer(model, N).rows == 7

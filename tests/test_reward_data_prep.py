@@ -210,14 +210,27 @@ def test_a_corpus_shorter_than_a_block_is_refused(tmp_path, generator):
 
 @pytest.mark.parametrize("samples", [1, 5])
 def test_memory_grows_with_samples_per_chunk(monkeypatch, samples, generator, splits):
-    """A batch has all samples of at most BLOCKS blocks."""
+    """A batch has all samples of at most CPU_BLOCKS blocks."""
     noted = Mock(side_effect=complete)
     monkeypatch.setattr(completions, "complete", noted)
     model, config = prep.load_base_model(str(generator))
     prep.create_reward_samples(splits[0], model, config, samples_per_chunk=samples)
     batches = [call.args[2].shape for call in noted.call_args_list]  # of prefix lengths
-    assert max(batches) == (prep.BLOCKS, samples)
+    assert max(batches) == (prep.CPU_BLOCKS, samples)
     assert sum(blocks for blocks, _ in batches) == len(splits[0]) // N
+
+
+def test_a_gpu_takes_as_many_blocks_at_a_time_as_fit(monkeypatch, generator, splits):
+    """The samples do not depend on their number."""
+    model, config = prep.load_base_model(str(generator))
+    expected, _ = prep.create_reward_samples(splits[0], model, config, samples_per_chunk=3)
+    noted = Mock(side_effect=complete)
+    monkeypatch.setattr(completions, "complete", noted)
+    monkeypatch.setattr(prep, "total_memory", lambda device: 1)
+    monkeypatch.setattr(completions, "DEFAULT_CPU_ROWS", 21)
+    found, _ = prep.create_reward_samples(splits[0], model, config, samples_per_chunk=3)
+    assert {call.args[2].shape for call in noted.call_args_list[:-1]} == {(7, 3)}
+    assert np.array_equal(found, expected)
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
+    ROOT,
     TINY_TRAIN,
     as_arguments,
     assert_same_weights,
@@ -25,9 +26,11 @@ from helpers import (
 import train
 from common.distributed import Ranks
 from common.log import read_records
+from common.settings import parse_sections, read_config
 from data_loader import read_windows, split_windows
 from losses import measure_loss, text_losses, token_losses
 from tokenization_manager import TokenizationManager
+from train import TrainSettings
 from training.checkpoint import build_model, load_checkpoint
 
 MORE = {"batch_size": 8, "max_iters": 12, "eval_interval": 4, "warmup_iters": 2, "device": "cpu"}
@@ -89,6 +92,16 @@ def test_a_start_is_cut_to_a_smaller_context_as_in_nanogpt(options, tmp_path, co
     succeed("train", **cut)
     succeed("train", **{**cut, "init_from": "resume", "max_iters": 3})
     assert load_checkpoint(options["out_dir"] / "model_checkpoint.pt")["config"].block_size == 8
+
+
+def test_a_shape_that_equals_that_of_new_models_counts_as_given(options, tmp_path, corpus):
+    record = TokenizationManager(data_path=corpus).to_record()
+    start = make_checkpoint(tmp_path / "long.pt", record["vocab_size"], record, block_size=200)
+    cut = {**options, "init_from": start, "block_size": 128, "max_iters": 0}
+    succeed("train", **cut)
+    assert load_checkpoint(options["out_dir"] / "model_checkpoint.pt")["config"].block_size == 128
+    line = refuse_in_one_line("train", **{**cut, "out_dir": tmp_path / "other", "n_layer": 4})
+    assert f"n_layer=4: {start} has n_layer=1: leave out --n_layer" in line
 
 
 # Options, and what the error says.
@@ -349,3 +362,13 @@ def test_compiled_training_has_the_losses_of_plain_training(tmp_path, corpus, ge
     assert records_of(tmp_path, "select_loss") == pytest.approx(
         records_of(generator.parent, "select_loss"), rel=1e-3
     )
+
+
+def test_one_gpu_takes_as_many_tokens_a_step_as_eight():
+    """By the command in the first lines of config/train_gpt2.py."""
+    path = ROOT / "config/train_gpt2.py"
+    (options,) = re.findall(r"^#     python train.py --config \S+ (.*)$", path.read_text(), re.M)
+    kinds = {"train": TrainSettings}
+    settings = parse_sections(kinds, "train", options.split(), read_config(path))["train"]
+    tokens = settings.batch_size * settings.block_size * settings.gradient_accumulation_steps
+    assert settings.batch_size == 12 and tokens == 491_520

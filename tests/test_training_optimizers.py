@@ -85,6 +85,16 @@ def test_muon_moves_as_the_librarys_does_up_to_bfloat16(shape):
         assert (ours - theirs).norm() < 0.03 * (theirs - before).norm()
 
 
+def test_muon_is_in_bfloat16_as_the_librarys_on_cuda():
+    matrices = torch.randn(3, 24, 8, generator=torch.Generator().manual_seed(0))
+    group = optim.Muon([nn.Parameter(matrices[0])]).param_groups[0]
+    settings = {"steps": group["ns_steps"], "coefficients": group["ns_coefficients"]}
+    found = optim.orthogonalised(matrices.bfloat16(), **settings)
+    exact = optim.orthogonalised(matrices, **settings)
+    assert found.dtype == torch.bfloat16
+    assert (found - exact).norm() < 0.02 * exact.norm()
+
+
 @pytest.mark.parametrize(("max_norm", "kept"), [(1.0, 0.2), (0.0, 1.0), (10.0, 1.0)])
 def test_clipping_by_hand(monkeypatch, max_norm, kept):
     """Of all gradients together; they are clipped in place."""

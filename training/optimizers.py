@@ -21,18 +21,16 @@ COOLDOWN = {"cooldown": 0.6, "linear": 1.0}
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon with batched float32 steps on the CPU.
+    """torch.optim.Muon with one update for all matrices of the same shape.
 
-    It updates all matrices of one shape together: 20 ms a step instead of 64 at 0.8M parameters.
+    On two CPU cores a step of 0.8M parameters takes 20 ms instead of 64. On a GPU it launches fewer
+    kernels. The matrices are orthogonalised in bfloat16 on CUDA, as torch does, else in float32.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         # The base class also accepts a closure.
         (group,) = self.param_groups
-        if group["params"][0].device.type != "cpu":
-            super().step()
-            return
         parameters_by_shape: dict[torch.Size, list[Any]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -45,7 +43,10 @@ class Muon(torch.optim.Muon):
                 buffers.append(state.setdefault("momentum_buffer", torch.zeros_like(parameter)))
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
             directions = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))
+            if directions.device.type == "cuda":
+                directions = directions.bfloat16()
             updates = orthogonalised(directions, group["ns_steps"], group["ns_coefficients"])
+            updates = updates.to(buffers[0].dtype)
             # Tall matrices take larger steps, as in torch.optim.Muon.
             learning_rate = group["lr"] * max(1.0, rows / columns) ** 0.5
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
@@ -219,7 +220,8 @@ def take_step(
         scaler.unscale_(optimizer)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
-    is_finite = bool(norm.isfinite())
+    value = norm.item()  # before the step, so that the GPU does not wait for the CPU twice
+    is_finite = math.isfinite(value)
     require(
         is_finite or scaler.is_enabled(),
         "the gradient is not finite: lower the learning rate, or use float32 or bfloat16",
@@ -231,7 +233,7 @@ def take_step(
             scaler.step(optimizer)
     scaler.update()
     optimizers.zero_grad()
-    return float(norm) if is_finite else None
+    return value if is_finite else None
 
 
 def num_without_improvement(values: Iterable[float], min_delta: float) -> int:
