@@ -74,7 +74,7 @@ class EvaluateSettings(Settings):
     text: str | None = None
     """a UTF-8 text file: only find what the generator of reward_model_path wrote in it"""
     word_dataset: str | None = None
-    """with samples: the corpus of natural texts that judge them; None: the dataset"""
+    """with samples: the corpus of natural texts that judge them, with the dataset; None: only it"""
     output_path: str | None = None
     """also write the figures here, as JSON; with text: the page (None: TEXT.crossover.html)"""
     device: str = "auto"
@@ -277,6 +277,7 @@ def load_text_quality(
         natural = open_corpus(settings.word_dataset, 2)
     decode = natural.tokenizer.decode
     library = decode(natural.train[:MAX_CHARACTERS])[:MAX_CHARACTERS]
+    own = corpus.tokenizer.decode(corpus.train[:MAX_CHARACTERS])[:MAX_CHARACTERS]
     judged = library
     judge_text = "natural"
     judge_file = natural.folder / "judge.bin"
@@ -292,7 +293,7 @@ def load_text_quality(
     assert settings.samples is not None
     return TextQuality(
         corpus.tokenizer,
-        library,
+        f"{library}\n{own}",
         tokens,
         length,
         settings.samples,

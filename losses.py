@@ -47,6 +47,11 @@ def scatter_to_mask(values: Tensor, mask: Tensor) -> Tensor:
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
+def mean_over_mask(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean (R,) of values (R, T) over the places of each row that mask (R, T) sets."""
+    return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
+
+
 def token_losses(
     model: Any, batches: Iterable[tuple[Tensor, Tensor]], temperatures: Sequence[float] = (1.0,)
 ) -> Tensor:

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from common.device import autocast, select_device
-from common.log import format_size, print0, start_tracker
+from common.log import format_size, print0
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from data_loader import open_corpus
@@ -53,12 +53,12 @@ from grpo.sampled import (
     clipped_loss,
     compute_advantages,
     kl_estimate,
-    mean_over_mask,
     probability_ratio,
     sampled_log_probs,
     step_figures,
 )
 from grpo.stopping import Stops, selection_value
+from losses import mean_over_mask
 from reward.scorer import RewardScorer, Scores, load_scorer, micro_batches
 from training.checkpoint import build_model, load_checkpoint, save_checkpoint
 from training.optimizers import Best, Schedule, make_optimizers, take_step
@@ -232,9 +232,7 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
     scorer.gives_evidence = settings.reward == "evidence"
     print_choices(settings, policy.num_parameters(), scorer, device)
     training = Run(settings.output_path, settings, hash_inputs(asdict(settings)))
-    training.records.tracker = start_tracker(
-        settings.tracker, training.output, asdict(settings), "crossover", training.output.stem
-    )
+    training.start_tracker(settings, "crossover", training.output.stem)
 
     # What learns, and what the saved state contains. In a resumed run, `track` loads the state into
     # these objects; then the schedule has its original length.
@@ -269,7 +267,8 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
         # With prefixes=natural take natural text; then log pi_old is NaN and not used.
         rollouts = sample(policy, corpus.train, settings.prefixes, P, G, settings.seed, step + 1)
         # Score: log q and log(m / q) of tokens (R, N - 1); P(natural) and functions of rows (R,).
-        scores = scorer(rollouts.ids, rollouts.mask, keep_hidden=settings.credit == "exact")
+        with training.saving_on_error(step):  # of a user's function
+            scores = scorer(rollouts.ids, rollouts.mask, keep_hidden=settings.credit == "exact")
         # Compare sampled rewards within groups: (R, N - 1). Exact credit adds nothing to them: it
         # compares next tokens in add_gradients.
         advantages = compute_advantages(rollouts, scores, scorer.functions, settings.credit, G)

@@ -24,7 +24,7 @@ import numpy as np
 
 from common.files import write_json
 from common.process import run_main
-from common.settings import Errors, Settings, parse_settings, setting
+from common.settings import Settings, parse_settings, setting
 from cycles.ledger import Ledger
 from cycles.results import measured
 
@@ -47,7 +47,7 @@ MODELS = (
     "control_distil_v2",
 )
 POLICY = "base_model_v2"
-FIGURES = ("judge_loss", "unknown_words", "calibrated_loss", "fresh_reward", "temperature")
+FIGURES = ("judge_loss", "unknown_words", "calibrated_loss", "fresh_p_natural", "temperature")
 # The 97.5% quantile of Student's t, for 1, 2, ... degrees of freedom
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
@@ -66,10 +66,6 @@ class SeedsSettings(Settings):
     """runs at a time; more than one: with one thread each"""
     output_path: str | None = None
     """also write the figures of every model and seed here, as JSON"""
-
-    def check_settings(self, errors: Errors) -> None:
-        """Check that there is a seed."""
-        errors.check(len(self.seeds) > 0, "seeds is empty", "Give one or more, or leave it out")
 
 
 def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dict[str, Any]]:

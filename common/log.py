@@ -22,6 +22,7 @@ SHOWN = (
     "step",
     "train_loss",
     "reward",
+    "p_natural",
     "fresh_function_reward",
     "kl_mixture",
     "kl_start",
@@ -140,13 +141,13 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 
 def start_tracker(
-    tracker: str, output: Path, settings: dict[str, Any], project: str, name: str
+    tracker: str, output: Path, settings: dict[str, Any], project: str, name: str, run_id: str
 ) -> Callable[..., Any] | None:
     """Return a function that sends numbers and their step to Weights & Biases or TensorBoard; None
     for "none", and on other ranks than 0.
 
     output: the file that a run makes; TensorBoard's folder is next to it. settings: of the run.
-    project and name: of the run in Weights & Biases.
+    project, name and run_id: of the run in Weights & Biases, which goes on if it has a run_id.
     """
     if tracker == "none" or not is_main_rank():
         return None
@@ -155,7 +156,14 @@ def start_tracker(
         if tracker == "wandb":
             wandb = importlib.import_module("wandb")
             # reinit ends the run of an earlier training in this process.
-            run = wandb.init(project=project, name=name, config=settings, reinit=True)
+            run = wandb.init(
+                project=project,
+                name=name,
+                config=settings,
+                id=run_id,
+                resume="allow",
+                reinit=True,
+            )
             return run.log
         tensorboard = importlib.import_module("torch.utils.tensorboard")
         writer = tensorboard.SummaryWriter(str(output.with_suffix(".tensorboard")))

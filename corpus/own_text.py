@@ -3,9 +3,10 @@
     python run_cycles.py --text my_novel.txt --natural_text other_novels/
 
 The last tenth of your text becomes test.bin, the tenth before it val.bin. The corpus of the natural
-texts has the same val.bin, test.bin and vocabulary. The last tenth of long natural texts becomes
-judge.bin, which no model reads. The tokens are byte pairs learned from the training parts of both,
-or characters if your text would have too few tokens as byte pairs.
+texts has the same val.bin, test.bin and vocabulary. If the natural texts are long, their last tenth
+becomes judge.bin, which no model reads; if not, and yours is long, a tenth of the rest of yours.
+The tokens are byte pairs learned from the training parts of both, or characters if your text would
+have too few tokens as byte pairs.
 """
 
 import shutil
@@ -39,7 +40,7 @@ LARGER_SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "dropout": 0.1}
 FEWEST_LEARNED = 320  # tokens: the 256 bytes and 64 pairs
 MOST_LEARNED = 4096
 MIN_TOKENS = 25_000  # enough blocks for intervals
-# Natural texts of so many characters can spare a tenth for the judge of generated text.
+# Training texts of so many characters can spare a tenth for the judge of generated text.
 MIN_JUDGED_CHARACTERS = 300_000
 # Sizes: those of the default, whose play has DEFAULT_TOKENS.
 DEFAULT_TOKENS = 80_000
@@ -67,14 +68,17 @@ def make_corpora(
     texts = [*natural, *own]
     # The text before the own texts, with the newline that separates them
     num_natural = count_characters(texts) - size
-    natural_segments = [("train", num_natural)]
-    if num_natural >= MIN_JUDGED_CHARACTERS:
-        num_judged = num_natural // 10
-        natural_segments = [("train", num_natural - num_judged), ("judge", num_judged)]
+    natural_segments = training_segments(num_natural)
     folder = out / "corpus"
     natural_folder = folder
-    segments = [("train", num_training), ("val", tenth), ("test", tenth)]
-    training = [*natural_segments, ("train", num_training)]
+    shared = ["val.bin", "test.bin"]
+    own_segments = [("train", num_training)]
+    if "judge" not in dict(natural_segments):
+        own_segments = training_segments(num_training)
+        if "judge" in dict(own_segments):
+            shared.append("judge.bin")
+    segments = [*own_segments, ("val", tenth), ("test", tenth)]
+    training = [*natural_segments, *own_segments]
     chosen = tokenizer
     if chosen is None:
         chosen = make_tokenizer("learned_bpe", texts, training, num_pairs(characters_of(texts)))
@@ -98,9 +102,17 @@ def make_corpora(
     if natural:
         natural_folder = out / "natural_corpus"
         prepare_texts(texts, natural_folder, chosen, natural_segments)
-        for name in ("val.bin", "test.bin"):
+        for name in shared:
             shutil.copyfile(folder / name, natural_folder / name)
     return folder, natural_folder, num_tokens
+
+
+def training_segments(num_characters: int) -> list[tuple[str, int]]:
+    """Return the segments of a training text: its last tenth is the judge's, if it is long."""
+    if num_characters < MIN_JUDGED_CHARACTERS:
+        return [("train", num_characters)]
+    num_judged = num_characters // 10
+    return [("train", num_characters - num_judged), ("judge", num_judged)]
 
 
 def num_pairs(chars: set[str]) -> int:

@@ -20,9 +20,9 @@ from cycles.results import Model, Results
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 GREY = "#555555"
 CURVES = {  # of P(natural): label and colour
-    "reward": ("training prompts", COLOURS[0]),
-    "fresh_reward": ("select part", COLOURS[1]),
-    "natural_reward": ("natural text", GREY),
+    "p_natural": ("training prompts", COLOURS[0]),
+    "fresh_p_natural": ("select part", COLOURS[1]),
+    "natural_p_natural": ("natural text", GREY),
 }
 STYLE = {
     "font.size": 8.5,
@@ -47,8 +47,9 @@ def draw_pictures(results: Results, folder: Path) -> list[str]:
         if measured:
             images.append(image(draw_quality, measured))
         if results.cycle:
-            log = folder / f"base_model_v{results.cycle + 1}.jsonl"
-            images.append(image(draw_progress, read_records(log)))
+            records = read_records(folder / f"base_model_v{results.cycle + 1}.jsonl")
+            if any("fresh_p_natural" in record for record in records):  # by a likelihood head
+                images.append(image(draw_progress, records))
     return images
 
 
@@ -95,7 +96,9 @@ def draw_progress(axes: Any, records: Sequence[Record]) -> None:
             lows = column(points, f"{name}_low")
             highs = column(points, f"{name}_high")
             axes.fill_between(steps, lows, highs, color=colour, alpha=0.2)
-    axes.set(title="P(natural) in steps of GRPO", xlabel="step", ylabel="P(natural)")
+    axes.set(
+        title="P(natural) in steps of GRPO", xlabel="step", ylabel="P(natural) of what it writes"
+    )
     axes.locator_params(axis="x", nbins=5, integer=True)
     axes.legend()
 

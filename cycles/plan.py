@@ -134,6 +134,8 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
         if cycle > 1 and hasattr(sections[section], "seed"):
             draw = random_stream(sections[section].seed, "cycle", cycle)
             options["seed"] = int(draw.integers(2**31))
+        if sections[section].device == "auto":
+            options["device"] = settings.device
         changed = replace(sections[section], **options)
         needs: set[str] = set()
         for stage in stages:

@@ -95,7 +95,7 @@ class Results:
             self.judge_text = figures.get("judge_text", "")
             self.natural = {
                 **figures.get("natural", {}),
-                "fresh_reward": figures["natural_reward"],
+                "fresh_p_natural": figures.get("natural_p_natural"),
                 "fresh_function_reward": figures.get("natural_function_reward"),
             }
 

@@ -16,18 +16,15 @@ SHORTCOMINGS = (
     ("The policy's loss is higher than that of", "calibrated_loss", WORSE),
     ("The policy's text is not shown to be better than that of", "judge_loss", NO_DIFFERENCE),
 )
-# The first of these losses that is shown to be better or worse decides.
-LOSSES = {"judge_loss": "a judge's loss", "calibrated_loss": "its loss"}
-MOVES = {BETTER: ": {} fell", WORSE: ", but {} rose"}
 # The large numbers: label and form. The last three that are measured are shown.
 NUMBERS = {
     "fresh_function_reward": ("task reward of its text at temperature 1", ".3f"),
     "judge_loss": ("judge's loss of its text at natural diversity, nats per character", ".2f"),
     "unknown_words": ("unknown words in its text at natural diversity", ".1%"),
-    "fresh_reward": ("P(natural) of its text at temperature 1", ".2f"),
+    "fresh_p_natural": ("P(natural) of what it writes at temperature 1", ".2f"),
     "calibrated_loss": ("calibrated loss on unseen text, nats per character", ".3f"),
 }
-TASK_NUMBERS = ["fresh_function_reward", "fresh_reward", "judge_loss"]  # those shown with a task
+TASK_NUMBERS = ["fresh_function_reward", "fresh_p_natural", "judge_loss"]  # shown with a task
 
 
 def headline(results: Results) -> list[str]:
@@ -80,22 +77,18 @@ def sentence(results: Results) -> str:
         result = "shows no gain in"
         if is_below(generator, policy, "fresh_function_reward"):
             result = "learned"
-        return (
-            f"{student} {result} {results.task}: "
-            f"task reward {change(results, 'fresh_function_reward')}, "
-            f"P(natural) {change(results, 'fresh_reward')}."
-        )
+        changes = f"task reward {change(results, 'fresh_function_reward')}"
+        if before_and_after(results, "fresh_p_natural"):
+            changes += f", P(natural) {change(results, 'fresh_p_natural')}"
+        return f"{student} {result} {results.task}: {changes}."
     learned = f"{student} was trained with {teacher(results)}"
     is_better = generator.verdict("judge_loss") == BETTER
     if is_better and is_below(policy, generator, "unknown_words"):
         before, after = before_and_after(results, "unknown_words")
         return f"{learned}: {after} of the words it writes are unknown, {before} before."
-    for name, loss in LOSSES.items():
-        verdict = generator.verdict(name)
-        if verdict in MOVES:
-            moved = MOVES[verdict].format(loss)
-            return f"{learned}{moved} {change(results, name)} nats/character."
-    return f"{learned}, but no gain is shown."
+    if is_better:
+        return f"{learned}: the judge's loss of its text fell {change(results, 'judge_loss')}."
+    return f"{learned}, but no gain in its text is shown."
 
 
 def is_below(model: Model, other: Model, name: str) -> bool:

@@ -3,7 +3,7 @@
 python run_cycles.py --text my_novel.txt --natural_text other_novels/
 """
 
-from cycles.results import Model, Results
+from cycles.results import BETTER, WORSE, Model, Results
 from metrics.intervals import format_figure
 
 # The columns: a figure and its form. Columns with VERDICT say what the policy is beside the model.
@@ -15,7 +15,7 @@ COLUMNS = {
     "unknown words": ("unknown_words", ".1%"),
     "loss on unseen text": ("calibrated_loss", ".3f"),
     "the policy's loss is": ("calibrated_loss", VERDICT),
-    "P(natural)": ("fresh_reward", ".3f"),
+    "P(natural)": ("fresh_p_natural", ".3f"),
 }
 
 
@@ -50,8 +50,11 @@ def cell(model: Model, name: str, form: str) -> str:
         figures = model.differences
         verdict = model.verdict(name)
         form = "+.3f"
+    if verdict in (BETTER, WORSE):
+        low, high = sorted(abs(figures[f"{name}{end}"]) for end in ("_low", "_high"))
+        return f"{verdict}, by {abs(figures[name]):.3f} ({low:.3f} to {high:.3f})"
     if figures.get(name) is None:
         return ""
     if figures.get(f"{name}_low") is None:
         return format(figures[name], form)
-    return f"{verdict} {format_figure(figures, name, form)}".strip()
+    return f"{verdict}: {format_figure(figures, name, form)}".removeprefix(": ")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo.rollouts import Rollouts
-from losses import scatter_to_mask, token_log_probs
+from losses import mean_over_mask, scatter_to_mask, token_log_probs
 from reward.scorer import Scores
 from reward.user_function import RewardFunction
 
@@ -157,12 +157,7 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# means and figures
-
-
-def mean_over_mask(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean (R,) of values (R, N - 1) over the written tokens of each row."""
-    return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
+# figures
 
 
 def step_figures(

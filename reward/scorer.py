@@ -12,10 +12,11 @@ from torch import Tensor
 from common.device import autocast
 from common.process import UserError, require, warn
 from data_loader import Corpus
-from losses import scatter_to_mask, token_log_probs
+from losses import mean_over_mask, scatter_to_mask, token_log_probs
 from metrics.intervals import MIN_BLOCKS, better_than_constant, format_figure
 from model import GPT
 from reward.heads import build_reward_model
+from reward.posterior import completion_probabilities
 from reward.user_function import RewardFunction, load_functions
 from training.checkpoint import (
     build_model,
@@ -36,7 +37,9 @@ class Scores(NamedTuple):
 
     reference_log_probs: Tensor  # (R, N - 1): log q of written tokens; 0 elsewhere
     tokens: dict[str, Tensor]  # (R, N - 1): evidence log(m/q), by a likelihood head
-    rows: dict[str, Tensor]  # (R,): reward, which is P(natural); function_reward, reward_NAME
+    # (R,): reward, P(natural) of whole rows; p_natural, that of the written tokens, by a likelihood
+    # head; function_reward, reward_NAME
+    rows: dict[str, Tensor]
     hidden: dict[str, Tensor]  # (R, N - 1, C) of p and q, before each token but the first
 
 
@@ -84,7 +87,9 @@ class RewardScorer:
         model = self.reward_model
         log_p, log_q, hidden = model.log_probs(ids)  # (R, N - 1) twice, (R, N - 1, C) twice
         evidence = model.score(log_p - log_q)  # (R, N)
-        scores = Scores(log_q.masked_fill(~written, 0.0), {}, {"reward": model.share(evidence)}, {})
+        natural = completion_probabilities(evidence[:, 1:], written)  # (R, N - 1)
+        rows = {"reward": model.share(evidence), "p_natural": mean_over_mask(natural, written)}
+        scores = Scores(log_q.masked_fill(~written, 0.0), {}, rows, {})
         if self.gives_evidence:
             scores.tokens["evidence"] = evidence[:, 1:]
         if keep_hidden:

@@ -78,6 +78,20 @@ def test_a_tokenizer_is_learned_from_the_training_parts_of_both(texts, tmp_path,
     assert source.decode() == expected.to_tokenizer_json()
 
 
+def test_a_long_text_of_ones_own_has_a_judge_if_the_natural_texts_are_short(
+    texts, tmp_path, monkeypatch
+):
+    """Its last tenth before the validation text, which neither model learns."""
+    own = find_texts([texts[0]])
+    monkeypatch.setattr(own_text, "MIN_JUDGED_CHARACTERS", 24_000)
+    text = texts[0].read_text()
+    for number, natural in enumerate(([], find_texts([texts[1]]))):
+        folder, library, _ = make_corpora(own, natural, None, tmp_path / str(number))
+        assert tokens_of(folder, "train", "judge") == [text[:21_600], text[21_600:24_000]]
+        assert tokens_of(folder, "val") == [text[24_000:27_000]]
+        assert (library / "judge.bin").read_bytes() == (folder / "judge.bin").read_bytes()
+
+
 @pytest.mark.parametrize(("num_beyond_ascii", "expected"), [(0, 320), (65, 450), (3000, 4096)])
 def test_the_number_of_byte_pairs(num_beyond_ascii, expected):
     assert (

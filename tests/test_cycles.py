@@ -69,8 +69,8 @@ def evaluated(
         "calibrated_loss_low": CHARACTERS * 1.5,
         "calibrated_loss_high": CHARACTERS * 2.25,
         "blocks": (CHARACTERS * (loss + waves)).tolist(),
-        "fresh_reward": reward,
-        "natural_reward": 0.93,
+        "fresh_p_natural": reward,
+        "natural_p_natural": 0.93,
         "quality": quality,
         "passages": [{"prompt": "To b", "completion": [["e", reward], [HOSTILE[:-1], None]]}] * 4,
     }
@@ -105,10 +105,10 @@ LEARNING = ["base_model_v1", "natural_model_v1", "reward_model_v1"]
 NEEDED = dict.fromkeys(("base_model_v2", "control_sampled_v2", "control_distil_v2"), LEARNING)
 RECORD = {  # of the log of train_grpo.py
     "step": 0,
-    "fresh_reward": 0.5,
-    "fresh_reward_low": 0.4,
-    "fresh_reward_high": 0.6,
-    "natural_reward": 1,
+    "fresh_p_natural": 0.5,
+    "fresh_p_natural_low": 0.4,
+    "fresh_p_natural_high": 0.6,
+    "natural_p_natural": 1,
 }
 
 
@@ -173,19 +173,13 @@ def gained(judge: float | None, unknown: float | None, loss: float, spread=0.02,
 
 
 def test_sentence_of_what_the_policy_gained():
-    """The judge decides; without its verdict, the calibrated loss."""
+    """The judge decides."""
     assert gained(1.9, 0.141, 1.9) == ": 14.1% of the words it writes are unknown, 21.2% before."
-    fell = ": a judge's loss fell from 2.49 to 1.90 nats/character."
+    fell = ": the judge's loss of its text fell from 2.49 to 1.90."
     assert gained(1.9, 0.3, 1.9) == gained(1.9, None, 1.9) == fell
-    rose = ", but a judge's loss rose from 2.49 to 2.60 nats/character."
-    assert gained(2.6, 0.1, 1.5) == rose
-    fell = ": its loss fell from 1.928 to 1.900 nats/character."
-    assert gained(2.493, 0.1, 1.9) == gained(None, None, 1.9) == fell
-    assert gained(1.9, 0.1, 1.9, is_reached=False) == fell  # unlike diversity
-    rose = ", but its loss rose from 1.928 to 2.000 nats/character."
-    assert gained(None, None, 2.0) == rose
-    assert gained(2.49, 0.1, 1.93, 0.5) == ", but no gain is shown."
-    assert gained(None, None, 1.9, blocks=[]) == ", but no gain is shown."
+    nothing = ", but no gain in its text is shown."
+    assert gained(2.6, 0.1, 1.5) == gained(2.493, 0.1, 1.9) == gained(None, None, 1.9) == nothing
+    assert gained(1.9, 0.1, 1.9, is_reached=False) == nothing  # unlike diversity
 
 
 def test_sentence_of_what_the_generator_learned_from():
@@ -218,7 +212,7 @@ def test_sentence_before_the_policy_is_measured():
 def test_headline():
     assert headline(results_of())[2:] == [
         "unknown words in its text at natural diversity (natural text: 4.6%): 21.2% -> 14.1%",
-        "P(natural) of its text at temperature 1 (natural text: 0.93): 0.25 -> 0.61",
+        "P(natural) of what it writes at temperature 1 (natural text: 0.93): 0.25 -> 0.61",
         "calibrated loss on unseen text, nats per character: 1.928 -> 1.769",
     ]
     unspaced = {**MODELS, "base_model_v2": evaluated(1.9, None, 1.9, 0.5)}
@@ -236,7 +230,7 @@ def test_figures_are_in_final_units():
     assert generator.figures["calibrated_loss_high"] == 2.25
     assert generator.differences["judge_loss"] == pytest.approx(1.942 - 2.493)
     assert list(results.compared) == [model.kind for model in results.models]
-    assert results.natural["fresh_reward"] == 0.93
+    assert results.natural["fresh_p_natural"] == 0.93
 
 
 def test_a_natural_model_that_is_hardly_better_comes_first():
@@ -291,7 +285,7 @@ def test_a_task(tmp_path, reward, learned):
         f"A model of Twelfth Night {learned} short_lines+no_e: task reward from 0.250 to "
         f"{reward:.3f}, P(natural) from 0.25 to 0.61.",
         f"task reward of its text at temperature 1 (natural text: 0.500): 0.250 -> {reward:.3f}",
-        "P(natural) of its text at temperature 1 (natural text: 0.93): 0.25 -> 0.61",
+        "P(natural) of what it writes at temperature 1 (natural text: 0.93): 0.25 -> 0.61",
         "judge's loss of its text at natural diversity, nats per character (natural text: 1.81): "
         "2.49 -> 1.94",
     ]
@@ -306,15 +300,16 @@ def test_table():
     assert rows["natural text"] == ["1.811", "-", "4.6%", "-", "-", "0.930", "-"]
     assert rows["GRPO, sampled tokens"] == [
         "1.950 (1.500 to 2.750)",
-        "no difference shown -0.008 (-0.035 to +0.019)",
+        "no difference shown: -0.008 (-0.035 to +0.019)",
         "15.1% (14.1% to 16.1%)",
         "1.796 (1.500 to 2.250)",
-        "no difference shown -0.027 (-0.054 to +0.000)",  # the verdict is of the printed digits
+        "no difference shown: -0.027 (-0.054 to +0.000)",  # the verdict is of the printed digits
         "0.580",
         "20",
     ]
     assert rows["policy"][1] == "-"
-    assert rows["off-policy distillation"][1].startswith("worse +0.057 (")
+    assert rows["off-policy distillation"][1].startswith("worse, by 0.057 (")
+    assert rows["generator"][1] == "better, by 0.551 (0.544 to 0.558)"
     assert [row[-1] for row in rows.values()] == ["5", "5", "20", "5", "20", "20", "-"]
 
 
@@ -467,10 +462,13 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     # quality and diversity, P(natural) in steps of GRPO
     assert page.count("data:image/png;base64,") == 2
     assert not re.search(r"(src|href)=\"?http", page)
-    assert "; no model has read the judge's text. The judge reads" in page
+    assert page.index("The judge is a character n-gram model") < page.index("Before and after")
+    assert "No model has read the judge's text." in page
     for model in ledger.records["evaluation_v2"]["figures"].values():
         model["quality"]["judge_text"] = "natural"
-    assert "; the natural model has read the judge's text. The judge reads" in make_page(ledger)
+    assert "The natural model has read the judge's text." in make_page(ledger)
+    ledger.about["settings"]["natural_dataset"] = "data/plays"
+    assert "All models have read the judge's text," in make_page(ledger)
 
 
 def test_page_with_missing_parts(tmp_path, capsys):

@@ -110,6 +110,11 @@ def test_the_judge_reads_text_that_no_model_has_read(tmp_path, corpus, generator
     unread = evaluate(tmp_path, **options)[str(generator)]["quality"]
     assert (read["judge_text"], unread["judge_text"]) == ("natural", "unread")
     assert unread["unknown_words"] == read["unknown_words"]
+    tokens = np.fromfile(folder / "train.bin", np.uint16)
+    np.full_like(tokens, tokens[0]).tofile(folder / "train.bin")  # no words: the dataset has them
+    without = evaluate(tmp_path, **options)[str(generator)]["quality"]
+    assert without["unknown_words"] == read["unknown_words"] < 1
+    tokens.tofile(folder / "train.bin")
     assert unread["natural"]["judge_loss"] > read["natural"]["judge_loss"]
     record = TokenizationManager(data_path=corpus).to_record()
     foreign = make_checkpoint(tmp_path / "foreign.pt", record["vocab_size"], record)

@@ -58,7 +58,10 @@ def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
     }
     assert figures["best"]["kl_mixture"] == pytest.approx(0, abs=1e-5)
     assert figures["reference"]["kl_mixture_low"] > 0.1
-    for name in ("kl_mixture", "fresh_reward", "natural_reward"):
+    # what a model writes counts without its prompts, which are natural
+    assert figures["reference"]["fresh_p_natural"] < figures["reference"]["fresh_reward"] - 0.1
+    assert figures["reference"]["natural_p_natural"] > figures["reference"]["fresh_p_natural"]
+    for name in ("kl_mixture", "fresh_reward", "natural_reward", "fresh_p_natural"):
         for found in figures.values():
             assert found[f"{name}_low"] <= found[name] <= found[f"{name}_high"]
     val = np.fromfile(corpus / "val.bin", np.uint16)

@@ -15,12 +15,12 @@ from grpo.sampled import (
     compute_advantages,
     group_advantages,
     kl_estimate,
-    mean_over_mask,
     probability_ratio,
     sequence_rewards,
     token_advantages,
     token_rewards,
 )
+from losses import mean_over_mask
 from reward.scorer import Scores
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "grpo_losses.json").read_text())

@@ -29,4 +29,4 @@ def test_means_and_intervals_of_nine_seeds_and_what_was_not_measured(monkeypatch
 
 
 def test_no_seed_is_refused():
-    assert "seeds is empty" in refuse("benchmarks.seeds", "--seeds")
+    assert "--seeds has no value" in refuse("benchmarks.seeds", "--seeds")
