@@ -326,8 +326,7 @@ def measure_rows(
     """Return the figures of every method, and the reader's error minus that of its best peer, by
     sampling setting. The intervals are over natural blocks.
     """
-    natural = look(reader, samples["blocks"])
-    of_natural = {name: method(natural) for name, method in methods.items()}
+    count = len(samples["blocks"])
     results = {}
     for way in ways:
         ids, K, block = samples[way]
@@ -336,14 +335,12 @@ def measure_rows(
         errors = {}
         for name, method in methods.items():
             log_posterior = method(columns)
-            row[name] = measure_readings(of_natural[name], log_posterior, K, block)
+            row[name] = measure_readings(log_posterior, K, block)
             errors[name] = (expected_crossover(log_posterior) - K).abs()
             shown = {figure: row[name][figure] for figure in SHOWN}
             print0(f"{way}, {name}: {format_metrics(shown)}")
         peer = min(errors.keys() - {"reader"}, key=lambda name: row[name]["mae_tokens"])
-        differences = block_means(
-            errors["reader"] - errors[peer], len(ids) // len(natural["reader"])
-        )
+        differences = block_means(errors["reader"] - errors[peer], len(ids) // count)
         row["best_peer"] = peer
         row.update(mean_figures("difference", differences))
         print0(f"{way}: error minus that of {peer} {format_figure(row, 'difference', '.2f')}")

@@ -32,7 +32,15 @@ from losses import token_log_probs
 from metrics.reward_skill import measure_skill
 from reward.heads import LikelihoodRewardModel, log_mixture_ratio
 from reward.mixture import minimize
-from reward.reading import TAIL, WINDOWS, Reading, crossover_posterior, in_windows, read
+from reward.reading import (
+    TAIL,
+    WINDOWS,
+    Reading,
+    crossover_posterior,
+    crossover_quantile,
+    in_windows,
+    read,
+)
 
 # The sampling settings for which a reader is fitted, as TEMPERATURE:TOP_P:TOP_K
 WAYS = ("1", "0.8", "0.6", "1.2", "1:0.9", "0.7:0.9", "1:1:40", "0")
@@ -48,7 +56,7 @@ MOST_UNUSUAL = 0.975  # quantile of the distances from texts of other blocks: ne
 # Nats per token by which log-probabilities of one model may differ between two precisions
 MAX_DIFFERENCE = 0.05
 FITTED = ("learned", "log_scale", "mean", "std", "texts", "bound", "known")
-SHOWN = ("r2", "mae_tokens", "median_tokens", "coverage")
+SHOWN = ("r2", "mae_tokens", "median_tokens", "coverage", "width")
 # Of checkpoints; a Hugging Face model's reader is fitted to another --reader_path.
 WAY_OUT = (
     "fit one: python -m reward.fit_reader --model_path MODEL --dataset ITS_CORPUS, or, for a "
@@ -123,23 +131,23 @@ def posterior_loss(log_posterior: Tensor, crossovers: Tensor) -> Tensor:
     return -(log_p[is_natural].mean() + log_p[~is_natural].mean()) / 2
 
 
-def measure_readings(
-    natural: Tensor, written: Tensor, crossovers: Tensor, blocks: Tensor
-) -> dict[str, Any]:
-    """Return figures of log P(K) of natural texts (b, T), and of texts (n, T) with crossovers (n,).
+def measure_readings(written: Tensor, crossovers: Tensor, blocks: Tensor) -> dict[str, Any]:
+    """Return figures of log P(K) (n, T) of texts that the generator wrote from K (n,) on.
 
-    Those of `measure_skill` and the median error in tokens are of E[K] where the generator wrote.
-    Coverage is the share of texts, half of them natural to their end, whose K is in the 95 %
-    interval. blocks: (n,), the natural block of each text.
+    Those of `measure_skill` and the median error in tokens are of E[K]. Coverage is the share of
+    texts whose K is in the 95 % interval, and width the mean number of tokens in this interval.
+    blocks: (n,), the natural block of each text.
     """
     T = written.size(1)
     K = crossovers.cpu()
     expected = expected_crossover(written)
     figures = measure_skill(expected / T, K / T, blocks, T)
     figures["median_tokens"] = (expected - K).abs().median().item()
-    at_end = torch.full((len(natural),), T)
-    shares = [is_covered(natural, at_end).mean(), is_covered(written, K).mean()]
-    figures["coverage"] = torch.stack(shares).mean().item()
+    posterior = float64(written).exp()
+    low = crossover_quantile(posterior, TAIL)
+    high = crossover_quantile(posterior, 1 - TAIL)
+    figures["coverage"] = float64((low <= K) & (high >= K)).mean().item()
+    figures["width"] = float64(high - low + 1).mean().item()
     return figures
 
 
@@ -147,15 +155,6 @@ def expected_crossover(log_posterior: Tensor) -> Tensor:
     """Return E[K] (n,) float64 if there is a crossover, from log P(K) (n, T)."""
     written = float64(log_posterior)[:, :-1].softmax(1)
     return written @ float64(torch.arange(1, log_posterior.size(1)))
-
-
-def is_covered(log_posterior: Tensor, crossovers: Tensor) -> Tensor:
-    """Return 1 where the 95 % interval of log P(K) (n, T) holds K (n,), else 0, (n,) float64."""
-    posterior = float64(log_posterior).exp()
-    place = crossovers[:, None] - 1
-    at_most = posterior.cumsum(1).gather(1, place)
-    less = at_most - posterior.gather(1, place)
-    return float64((at_most > TAIL) & (less < 1 - TAIL))
 
 
 class Reader:
@@ -315,10 +314,10 @@ class Reader:
         """Set and print the figures of unseen natural blocks (b, T) int64, by sampling setting."""
         numbers, crossovers, _ = self.make_texts(blocks, self.report_blocks, "report")
         count = 1 + len(self.ways)
-        natural, *of_ways = crossover_posterior(self.evidence(numbers)).chunk(count)  # (b, T) each
+        _, *of_ways = crossover_posterior(self.evidence(numbers)).chunk(count)  # (b, T) each
         _, *crossovers_of_ways = crossovers.chunk(count)
         for way, written, K in zip(self.ways, of_ways, crossovers_of_ways, strict=True):
-            figures = measure_readings(natural, written, K, torch.arange(len(K)))
+            figures = measure_readings(written, K, torch.arange(len(K)))
             self.figures[way] = figures
             print0(f"  sampled at {way}: {format_metrics({name: figures[name] for name in SHOWN})}")
 

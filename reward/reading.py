@@ -83,6 +83,12 @@ def crossover_posterior(evidence: Tensor) -> Tensor:
     return (log_likelihood + prior).log_softmax(-1)
 
 
+def crossover_quantile(posterior: Tensor, share: float) -> Tensor:
+    """Return the smallest k (B,) with P(K <= k) >= share, from P(K = k) (B, T), k = 1, ..., T."""
+    num_below = (posterior.cumsum(1) < share).sum(1)
+    return (num_below + 1).clamp(max=posterior.size(1))
+
+
 def passage_posterior(evidence: Tensor) -> tuple[Tensor, Tensor]:
     """Return P(token is natural) (n,), and the log-likelihood () over that of natural text.
 
@@ -134,10 +140,9 @@ def read(evidence: Tensor, is_usual: bool = True) -> Reading:
         is_written = F.pad((natural < 0.5).long(), (1, 1))
         bounds = is_written.diff().nonzero().flatten().tolist()  # beginnings and ends in turn
         passages = list(zip(bounds[::2], bounds[1::2], strict=True))
-    posterior = crossover_posterior(evidence[None])[0].exp()  # (n,)
-    at_most = posterior.cumsum(0)  # P(K <= 1), ..., P(K <= n)
-    # quantiles of K: the interval, and the median
-    low, high, middle = (int((at_most < q).sum()) + 1 for q in (TAIL, 1 - TAIL, 0.5))
+    posterior = crossover_posterior(evidence[None]).exp()  # (1, n)
+    # the interval of K, and its median
+    low, high, middle = (int(crossover_quantile(posterior, q)) for q in (TAIL, 1 - TAIL, 0.5))
     if len(passages) == 1 and passages[0][1] == n:
         passages = [(min(middle, n - 1), n)]
-    return Reading(natural, all_natural.item(), passages, low, min(high, n), is_usual)
+    return Reading(natural, all_natural.item(), passages, low, high, is_usual)

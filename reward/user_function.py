@@ -5,20 +5,25 @@
 Shapes: R sequences of N tokens.
 """
 
+import ast
+import asyncio
 import contextlib
 import functools
 import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from common.files import reading
 from common.process import UserError, one_line, require
 
+ROOT = Path(__file__).resolve().parents[1]
 RESERVED_ENDINGS = ("_low", "_high")  # of the ends of intervals: fresh_reward_NAME_low
 
 
@@ -26,7 +31,8 @@ class RewardFunction:
     """A user's function in TRL's form, and its weight.
 
     The function is called with keywords: prompts, completions (R str each), prompt_ids and
-    completion_ids (R lists of int each). It accepts those that it does not use as **kwargs.
+    completion_ids (R lists of int each). It accepts those that it does not use as **kwargs. It may
+    be async.
     """
 
     def __init__(
@@ -54,12 +60,14 @@ class RewardFunction:
             prompts.append(row[:-length])
             completions.append(row[-length:])
         with self._guarded():
-            returned = self.function(
+            returned: Any = self.function(
                 prompts=[self.decode(prompt) for prompt in prompts],
                 completions=[self.decode(completion) for completion in completions],
                 prompt_ids=prompts,
                 completion_ids=completions,
             )
+            if asyncio.iscoroutine(returned):  # of an async function, as TRL awaits it
+                returned = asyncio.run(returned)
             rewards = torch.as_tensor(returned, dtype=torch.float32, device="cpu").detach()
             require(
                 rewards.shape == ids.shape[:1] and bool(rewards.isfinite().all()),
@@ -76,11 +84,11 @@ class RewardFunction:
         except (Exception, SystemExit) as error:
             finding = one_line(error)
             if not isinstance(error, UserError):
-                place = ""
-                for frame in traceback.extract_tb(error.__traceback__):
-                    if frame.filename == self.file:
-                        place = f" at line {frame.lineno} of {self.file}"
-                finding = f"raised {type(error).__name__}{place}: {finding:.200}; correct it"
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                finding = (
+                    f"raised {type(error).__name__} at line {place.lineno} of {place.filename}: "
+                    f"{finding:.200}; correct it"
+                )
             raise UserError(f"ERROR: reward_function={self.name}: {finding}") from None
 
 
@@ -110,11 +118,35 @@ def load_functions(
     return tuple(RewardFunction(name, decode, weight) for name, weight in pairs)
 
 
+def check_clashes(path: Path) -> None:
+    """Raise UserError if a Python file imports a name that is that of one of our modules, too.
+
+    Python would import ours in place of a file beside it, or of an installed package.
+    """
+    with reading(path):
+        tree = ast.parse(path.read_bytes())
+    folders = [str(path.resolve().parent), *sys.path]
+    others = [folder for folder in folders if Path(folder).resolve() != ROOT]
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        for alias in node.names:
+            name = (getattr(node, "module", None) or alias.name).partition(".")[0]
+            ours = PathFinder.find_spec(name, [str(ROOT)])
+            theirs = PathFinder.find_spec(name, others)
+            require(
+                ours is None or theirs is None or theirs.origin is None,
+                f"{path} imports {name}, which is {theirs and theirs.origin} and also a module of "
+                "Crossover, which Python would import: rename it, or do without it",
+            )
+
+
 @functools.cache
 def execute_file(path: str) -> dict[str, Any]:
     """Return the names that a file defines. It may import other files of its folder.
 
     Functions of the same file share one execution.
     """
+    check_clashes(Path(path))
     sys.path.append(str(Path(path).resolve().parent))  # last: files there hide no other module
     return runpy.run_path(path)

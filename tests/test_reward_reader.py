@@ -16,7 +16,7 @@ from common.process import UserError
 from generation.sampling import Sampling, sampling_distribution
 from reward import reading as readings
 from reward.fit_reader import make_reader
-from reward.reader import parse_way, way_log_probs
+from reward.reader import measure_readings, parse_way, way_log_probs
 from reward.reading import in_windows, read
 from training.checkpoint import load_checkpoint
 
@@ -159,7 +159,7 @@ def test_a_fit_reads_other_ways_of_sampling(
     reader = make_reader(load_checkpoint("model.pt"), "model.pt", torch.device("cpu"))
     reader.load("model.reader.pt")
     assert list(reader.figures) == ["1", "0.5"] and reader.ways == ("1", "0.5")
-    assert reader.figures["0.5"]["coverage"] > 0.8
+    assert reader.figures["0.5"]["coverage"] > 0.8 and reader.figures["0.5"]["width"] > 1
 
     finished = succeed("evaluate", **read_text)
     assert "on texts of 16 tokens" in finished and "is unlike those" not in finished
@@ -172,3 +172,13 @@ def test_a_fit_reads_other_ways_of_sampling(
     changed["model"][name] *= 3
     torch.save(changed, "model.pt")
     assert "it was fitted to other models" in refuse_in_one_line("evaluate", **read_text)
+
+
+def test_coverage_and_width_are_of_texts_that_the_generator_wrote():
+    """Of ten equally probable K the interval of 96 % has all; of a certain K it has one."""
+    uniform = torch.full((10,), -math.log(10))
+    certain = torch.full((10,), -math.inf)
+    certain[3] = 0.0
+    log_posterior = torch.stack((uniform, certain, certain, certain))
+    figures = measure_readings(log_posterior, torch.tensor([9, 4, 4, 5]), torch.arange(4))
+    assert (figures["coverage"], figures["width"]) == (0.75, (10 + 1 + 1 + 1) / 4)
