@@ -16,6 +16,7 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
+from common.distributed import ONE_RANK, Ranks
 from common.files import dataset_folder, hash_bytes
 from common.log import print0
 from common.process import UserError, require
@@ -31,10 +32,13 @@ class BinaryFileError(UserError):
     """A token file is missing, damaged, too short, or uses another vocabulary."""
 
 
-def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: int = 1) -> np.memmap:
+def open_token_file(
+    path: str | Path, name: str, vocab_size: int, min_tokens: int = 1, ranks: Ranks = ONE_RANK
+) -> np.memmap:
     """Check a token file and memory-map it: (num_tokens,) uint16, read-only.
 
-    `name` is the split, 'train' or 'val'. Raise BinaryFileError for a bad file.
+    `name` is the split, 'train' or 'val'. Of several ranks only rank 0 reads all of the file. Raise
+    BinaryFileError for a bad file.
     """
     path = Path(path)
     if not path.is_file():
@@ -46,6 +50,8 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
             "more: make it again, or use a smaller block_size"
         )
     tokens = np.memmap(path, dtype="<u2", mode="r")
+    if ranks.rank > 0:
+        return tokens
     largest = tokens.max()
     if largest >= vocab_size:
         raise BinaryFileError(
@@ -78,11 +84,15 @@ class Corpus:
     tokenizer: TokenizationManager
     train: np.ndarray
     val: np.ndarray
+    ranks: Ranks = ONE_RANK
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """Return a checkpoint's record of its data."""
-        return data_record(self.train, self.val)
+        """Return a checkpoint's record of its data; rank 0 computes it for all ranks."""
+        record: dict[str, Any] = {}
+        if self.ranks.rank == 0:
+            record = data_record(self.train, self.val)
+        return self.ranks.collect(record)[0]
 
     @cached_property
     def characters_per_token(self) -> float:
@@ -103,8 +113,8 @@ class Corpus:
         return f"{self.folder} ({tokenization}), {len(self.train):,} + {len(self.val):,} tokens"
 
 
-def open_corpus(dataset: str, min_train_tokens: int) -> Corpus:
-    """Open the corpus in a folder, or in the folder of that name in data/.
+def open_corpus(dataset: str, min_train_tokens: int, ranks: Ranks = ONE_RANK) -> Corpus:
+    """Open the corpus in a folder, or in the folder of that name in data/, on all of some ranks.
 
     Raise UserError if it is missing or damaged, or if it has fewer than min_train_tokens.
     """
@@ -120,9 +130,10 @@ def open_corpus(dataset: str, min_train_tokens: int) -> Corpus:
             f"{folder} has no meta.pkl or tokenizer.json: assuming GPT-2's 50,257 ids. "
             "If it uses other ids, write a meta.pkl with vocab_size"
         )
-    train = open_token_file(folder / "train.bin", "train", tokenizer.vocab_size, min_train_tokens)
-    val = open_token_file(folder / "val.bin", "val", tokenizer.vocab_size, 2)
-    return Corpus(folder, tokenizer, train, val)
+    size = tokenizer.vocab_size
+    train = open_token_file(folder / "train.bin", "train", size, min_train_tokens, ranks)
+    val = open_token_file(folder / "val.bin", "val", size, 2, ranks)
+    return Corpus(folder, tokenizer, train, val, ranks)
 
 
 def validation_parts(num_blocks: int) -> dict[str, range]:

@@ -78,7 +78,7 @@ class CycleSettings(Settings):
     controls: bool = True
     """train what the policy is compared with: control_plain, control_sampled, control_distil"""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:N or mps, for every stage"""
+    """auto, cpu, cuda, cuda:N or mps, for every stage that names no other"""
 
     def __post_init__(self) -> None:
         self.natural_dataset = str(dataset_folder(self.natural_dataset or self.dataset))
@@ -127,7 +127,7 @@ def run_stages(plan: Sequence[Stage], ledger: Ledger, settings: CycleSettings) -
             if expected:
                 warn(expected)
         try:
-            make(stage, ledger, settings.device)
+            make(stage, ledger)
             ledger.about["finished"].append(stage.name)
         except Exception:
             warn(f"{stage.name} failed: fix the cause and run the same command again")
@@ -141,7 +141,7 @@ def run_stages(plan: Sequence[Stage], ledger: Ledger, settings: CycleSettings) -
     ledger.write()
 
 
-def make(stage: Stage, ledger: Ledger, device: str) -> None:
+def make(stage: Stage, ledger: Ledger) -> None:
     """Make the artefact of a stage and record it, unless that is done.
 
     The page is written before, without the figures of what is made again.
@@ -162,7 +162,7 @@ def make(stage: Stage, ledger: Ledger, device: str) -> None:
         state.unlink(missing_ok=True)
     elif "figures" not in record:
         seconds = record.get("seconds", 0.0)
-    changes: dict[str, Any] = {"device": device}
+    changes: dict[str, Any] = {}
     if state.is_file():
         changes["init_from"] = "resume"
         # A process that was killed has recorded its seconds only in its log.
@@ -208,6 +208,7 @@ def check_plan(plan: Sequence[Stage], sections: Mapping[str, Any], given: Collec
     planned = {f"{corpus}/train.bin", f"{corpus}/val.bin"}
     planned.update(str(stage.artefact) for stage in plan)
     for stage in plan:
+        select_device(stage.settings.device)  # raises an error before the first stage
         for message in stage.settings.errors(planned).messages:
             errors.check(False, f"{stage.section}: {message}")
     for name in given:
@@ -264,14 +265,13 @@ def default_folder(sources: Sequence[str]) -> str:
 def main() -> None:
     # settings
     argv = sys.argv[1:]
-    given = option_names(argv)
+    given = set(option_names(argv))
     config = parse_sections(SECTIONS, "run_cycles", argv, {})["config"]
     chooses_sizes = "text" in given and config is None
     contents = read_config(OWN_TEXT if chooses_sizes else config)
     sections = parse_sections(SECTIONS, "run_cycles", argv, contents)
     settings = sections["run_cycles"]
     settings.errors().raise_if_any()
-    select_device(settings.device)  # raises an error before the first stage
     sources = list(map(os.path.abspath, settings.text or [config or "cycles"]))
     settings.out_dir = str(Path(settings.out_dir or default_folder(sources)))
     used = {*contents, *[name.partition(".")[0] for name in given]}

@@ -50,10 +50,16 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a folder next to `path` to write to. On success it replaces the folder `path`."""
     partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # a killed process leaves one
+    earlier = path.with_name(f".{path.name}.earlier")
+    if earlier.exists() and not path.exists():  # a process was killed between the two renames
+        earlier.rename(path)
+    for left in (partial, earlier):
+        shutil.rmtree(left, ignore_errors=True)
     yield partial
-    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        path.rename(earlier)
     partial.rename(path)
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:

@@ -3,19 +3,21 @@
     python -c "from common.process import is_main_rank; print(is_main_rank())"
 
 Every script runs its main() with `run_main`. Bad input ends in one line and status 2, Ctrl-C and
-SIGTERM in status 130.
+ENDING_SIGNALS in status 130.
 """
 
 import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 EXIT_BAD_INPUT = 2
+# They end a script as Ctrl-C does: a scheduler's end of time, a closed terminal.
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class UserError(ValueError):
@@ -45,9 +47,21 @@ def explaining(problem: str, way_out: str, kind: type[UserError] = UserError) ->
 
 
 def interrupt(number: int, frame: Any) -> None:
-    """Handle SIGTERM as Ctrl-C, once."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Handle an ending signal as Ctrl-C, once."""
+    signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def handle_signals(numbers: Iterable[int], handler: Callable[[int, Any], None]) -> dict[int, Any]:
+    """Set the handler of the signals that are not ignored, as nohup ignores SIGHUP.
+
+    Return the former handlers.
+    """
+    former = {number: signal.getsignal(number) for number in numbers}
+    for number, before in former.items():
+        if before != signal.SIG_IGN:
+            signal.signal(number, handler)
+    return former
 
 
 def run_main(
@@ -62,7 +76,7 @@ def run_main(
     resume_hint: printed after the message of an interruption. memory_remedy: printed if memory runs
     out. Unless `several_ranks`, refuse to run in several processes of torchrun.
     """
-    signal.signal(signal.SIGTERM, interrupt)
+    handle_signals(ENDING_SIGNALS, interrupt)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # print ? for a character that it cannot encode
     status = EXIT_BAD_INPUT
@@ -114,8 +128,8 @@ def warn(message: str) -> None:
 
 @contextlib.contextmanager
 def flag_signals() -> Iterator[list[int]]:
-    """Yield a list to which Ctrl-C and SIGTERM are added instead of interrupting; a second Ctrl-C
-    interrupts.
+    """Yield a list to which Ctrl-C and ENDING_SIGNALS are added instead of interrupting; a second
+    Ctrl-C interrupts.
     """
     flagged: list[int] = []
 
@@ -124,8 +138,7 @@ def flag_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         flagged.append(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = {number: signal.signal(number, flag) for number in numbers}
+    handlers = handle_signals((signal.SIGINT, *ENDING_SIGNALS), flag)
     try:
         yield flagged
     finally:

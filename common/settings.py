@@ -206,7 +206,25 @@ def parse_sections(
         config=(tyro.conf.FlagConversionOff,),
         use_underscores=True,
     )
+    check_lists(vars(given), script, option_names(words))
     return vars(given)
+
+
+def check_lists(given: Mapping[str, Any], script: str, names: list[str]) -> None:
+    """Raise UserError if an option of several values is given twice, or without a value.
+
+    tyro keeps the last values of a repeated option, and accepts none, for example of an unset shell
+    variable. given: see parse_sections. names: of the options of the command line.
+    """
+    for section, settings in given.items():
+        for name, value in getattr(settings, "__dict__", {}).items():
+            option = f"{section}.{name}".removeprefix(f"{script}.")
+            if isinstance(value, tuple) and option in names:
+                require(len(value) > 0, f"--{option} has no value: pass some, or leave it out")
+                require(
+                    names.count(option) == 1,
+                    f"--{option} is given more than once: give it once, followed by all values",
+                )
 
 
 def words_of_file(
@@ -247,10 +265,10 @@ def option_words(option: str, value: Any) -> list[str]:
     return [f"{option}={value}"]
 
 
-def option_names(words: list[str]) -> set[str]:
+def option_names(words: list[str]) -> list[str]:
     """Return the names of the options in the words of a command line."""
     options = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
-    return {option.replace("-", "_") for option in options}
+    return [option.replace("-", "_") for option in options]
 
 
 # --------------------------------------------------------------------------------------------------

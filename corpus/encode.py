@@ -9,9 +9,12 @@ Several texts count as one joined text. It is cut into segments, each with the n
 a number of characters. A segment without a name is left out. Each segment is encoded by itself.
 """
 
+import glob
 import hashlib
 import itertools
+import os
 import re
+import shutil
 import string
 import subprocess
 import sys
@@ -37,14 +40,15 @@ PART_CHARACTERS = 1 << 19
 # change if it is cut before the first space or newline after a word.
 WHOLE_WORDS = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 TITLES_FILE = "titles.json"  # the works in train.bin
+# The vocabulary comes first: without it, the token files would be read as GPT-2's.
 CORPUS_FILES = (
     "meta.pkl",
     "tokenizer.json",
-    "train.bin",
-    "val.bin",
-    "test.bin",
-    "judge.bin",
     TITLES_FILE,
+    "judge.bin",
+    "test.bin",
+    "val.bin",
+    "train.bin",
 )
 Segments = Sequence[tuple[str, int]]
 
@@ -86,9 +90,12 @@ def find_texts(paths: Sequence[str | Path], others: Sequence[Text] = ()) -> list
 
 
 def texts_below(folder: Path) -> list[Path]:
-    """Return the *.txt and *.TXT files below a folder, sorted, without hidden files and folders."""
-    texts = folder.rglob("*.[tT][xX][tT]")
-    return sorted(path for path in texts if "/." not in f"/{path.relative_to(folder)}")
+    """Return the *.txt and *.TXT files below a folder, sorted, without hidden files and folders.
+
+    Links to folders are followed.
+    """
+    texts = glob.glob("**/*.[tT][xX][tT]", root_dir=folder, recursive=True)
+    return sorted(folder / name for name in texts)
 
 
 def scan_text(path: Path) -> Text:
@@ -230,28 +237,34 @@ def prepare_texts(
     print(f"vocab size: {tokenizer.vocab_size:,}")
     files: dict[str, BinaryIO] = {}
     total = 0
-    with ExitStack() as stack:
-        for name in dict(segments):
-            if name:
-                path = stack.enter_context(atomic_path(folder / f"{name}.bin"))
-                files[name] = stack.enter_context(open(path, "wb"))
-        for name, tokens in encode_segments(texts, segments, tokenizer):
-            files[name].write(tokens.data)
-        for name, file in files.items():
-            count = file.tell() // 2
-            total += count
-            print(f"{name} has {count:,} tokens")
-            require(
-                count > block_size,
-                f"the text is too short: {name} has {count:,} tokens, and a block of "
-                f"block_size={block_size} needs {block_size + 1:,}: add text, or use a smaller "
-                "block",
-            )
-        for name in CORPUS_FILES:
+    new = folder / f".corpus.{os.getpid()}.partial"
+    try:
+        with ExitStack() as stack:
+            for name in dict(segments):
+                if name:
+                    path = stack.enter_context(atomic_path(new / f"{name}.bin"))
+                    files[name] = stack.enter_context(open(path, "wb"))
+            for name, tokens in encode_segments(texts, segments, tokenizer):
+                files[name].write(tokens.data)
+            for name, file in files.items():
+                count = file.tell() // 2
+                total += count
+                print(f"{name} has {count:,} tokens")
+                require(
+                    count > block_size,
+                    f"the text is too short: {name} has {count:,} tokens, and a block of "
+                    f"block_size={block_size} needs {block_size + 1:,}: add text, or use a smaller "
+                    "block",
+                )
+        tokenizer.save(new)
+        # The earlier corpus stays until all files of the new one are whole.
+        found = [name for name in CORPUS_FILES if (new / name).exists()]
+        for name in found:
+            os.replace(new / name, folder / name)
+        for name in {*CORPUS_FILES}.difference(found):
             (folder / name).unlink(missing_ok=True)
-        # The vocabulary is there before the token files get their names: without it, they would be
-        # read as GPT-2's tokens.
-        tokenizer.save(folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
     return total
 
 

@@ -3,15 +3,17 @@
 pytest tests/test_common_files.py
 """
 
+import contextlib
 import os
 import pickle
 import shlex
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import Harmful, start
+from helpers import Harmful, end_in_call, press_ctrl_c, start
 
 from common import files
 from common.process import UserError, run_main
@@ -29,6 +31,26 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     files.write_text(path, "second")
     assert path.read_text() == "second" and os.listdir(path.parent) == ["file.txt"]
     assert link.read_text() == "first"  # the file was replaced, not written to
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_earlier_folder_stays_until_the_new_one_is_whole(tmp_path, monkeypatch, number):
+    """Killed before each change of a name, with the next write stopped."""
+    path = tmp_path / "data"
+
+    def write(text: str) -> None:
+        with files.atomic_folder(path) as partial:
+            files.write_text(partial / "x", text)
+
+    write("earlier")
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        end_in_call(patch, Path, "rename", number, press_ctrl_c)
+        write("new")
+    with contextlib.suppress(RuntimeError), files.atomic_folder(path):
+        raise RuntimeError
+    assert (path / "x").read_text() == ("new" if number == 3 else "earlier")
+    write("last")
+    assert [file.name for file in tmp_path.iterdir()] == ["data"]
 
 
 def test_a_byte_order_mark_is_not_text(tmp_path, monkeypatch):

@@ -70,15 +70,31 @@ def test_characters_outside_the_encoding_of_stdout_are_replaced(monkeypatch, cap
     assert stdout.buffer.getvalue() == b"caf\xe9 ?\n"
 
 
+SIGNALS = (signal.SIGINT, *process.ENDING_SIGNALS)
+
+
 def test_signals_wait_and_a_second_ctrl_c_does_not():
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    handlers = [signal.getsignal(number) for number in SIGNALS]
     with flag_signals() as flagged:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert flagged == [signal.SIGTERM, signal.SIGINT]
+        for number in reversed(SIGNALS):
+            os.kill(os.getpid(), number)
+        assert flagged == list(reversed(SIGNALS))
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+
+
+@pytest.mark.parametrize("number", process.ENDING_SIGNALS)
+def test_a_signal_ends_a_script_as_ctrl_c_does_unless_it_is_ignored(capsys, number):
+    """As nohup ignores SIGHUP."""
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        status, _, err = end_of(lambda: os.kill(os.getpid(), number), capsys)
+        assert status == 130 and err.startswith("Interrupted. ")
+        signal.signal(number, signal.SIG_IGN)
+        assert end_of(lambda: os.kill(os.getpid(), number), capsys)[0] == 0
+    finally:
+        signal.signal(number, before)
 
 
 def test_torchrun_is_refused_unless_the_script_can_have_several_ranks(monkeypatch, capsys):

@@ -115,6 +115,13 @@ def test_tyro_refuses_a_wrong_command_line(words, said, boxed):
     assert said in boxed(*words.split())
 
 
+def test_options_of_several_values_are_given_once_and_not_empty():
+    for words in (["--contexts", "8", "--contexts=16"], ["--contexts", "--batch_size", "4"]):
+        with pytest.raises(UserError, match=r"^ERROR: --contexts (is given more|has no value)"):
+            parse(*words)
+    assert parse("--batch_size=4", "--batch_size=8").batch_size == 8  # the last one wins
+
+
 def test_all_errors_are_reported_at_once():
     words = (
         "--batch_size=13 --learning_rate=nan --min_lr=-inf --contexts 65 90000000000000000000 "

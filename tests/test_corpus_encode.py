@@ -123,6 +123,15 @@ def tokens_of(folder: Path, *parts: str) -> list[str]:
     return [tokenizer.decode(np.fromfile(folder / f"{part}.bin", np.uint16)) for part in parts]
 
 
+def test_linked_folders_are_read_and_hidden_ones_are_not(tmp_path):
+    for name in ("texts/a.txt", "texts/.b/b.txt", "other/c.TXT"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "texts/link").symlink_to(tmp_path / "other")
+    found = [text.path for text in find_texts([tmp_path / "texts"])]
+    assert found == [tmp_path / "texts/a.txt", tmp_path / "texts/link/c.TXT"]
+
+
 def test_unknown_characters_are_refused_and_nothing_is_written(tmp_path, write):
     texts = write(TEXT, "thé\n" * 9 + "ß\n")
     with pytest.raises(UserError, match=r"lacks the characters '\\xdf' '\\xe9': "):
@@ -145,7 +154,7 @@ def test_what_an_earlier_corpus_left_is_removed(tmp_path, write, bpe):
 
 @pytest.mark.parametrize("name", ["replace", "unlink", "fsync"])
 def test_no_interruption_leaves_a_mixture_of_two_corpora(tmp_path, write, monkeypatch, name, bpe):
-    """Interrupt each change of a file: the corpus is the old one, the new one, or incomplete."""
+    """Interrupt each change of a file: the earlier corpus stays until the new one is whole."""
     folder = tmp_path / "novel"
     texts = write(TEXT)
     segments = split_segments(texts)
@@ -162,9 +171,12 @@ def test_no_interruption_leaves_a_mixture_of_two_corpora(tmp_path, write, monkey
             end_in_call(patch, os, name, number, press_ctrl_c)
             prepare_texts(texts, folder, characters, segments)
         after = contents()
-        is_whole = {"train.bin", "val.bin"} <= set(after)
-        assert after == before or "meta.pkl" in after or not is_whole, (number, sorted(after))
-    assert is_whole and "meta.pkl" in after  # there are fewer changes
+        assert after == before or "meta.pkl" in after, (number, sorted(after))
+        assert {"train.bin", "val.bin"} <= set(after), (
+            number
+        )  # none is removed before its successor
+        assert not list(folder.glob(".*"))
+    assert "meta.pkl" in after and after["train.bin"] != before["train.bin"]  # fewer changes
 
 
 def test_titles_are_those_of_the_texts_or_of_the_corpus(tmp_path, write):

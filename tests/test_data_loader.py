@@ -12,10 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import data_loader
 from data_loader import (
     BinaryFileError,
     Corpus,
     get_batch,
+    open_corpus,
     open_token_file,
     read_windows,
     split_windows,
@@ -28,6 +30,20 @@ WHOLE = ("cpu", slice(None))  # all rows of a batch, on the CPU
 
 def uint16(values):
     return np.array(values, dtype=np.uint16)
+
+
+def test_only_rank_0_reads_all_of_the_token_files(monkeypatch, corpus):
+    """The others get the hashes from it."""
+    expected = open_corpus(str(corpus), 2).record
+    ranks = Mock(rank=1, collect=lambda value: [expected, value])
+    hashed = Mock(side_effect=data_loader.data_record)
+    monkeypatch.setattr(data_loader, "data_record", hashed)
+    monkeypatch.setattr(np.memmap, "max", Mock(side_effect=AssertionError), raising=False)
+    assert open_corpus(str(corpus), 2, ranks).record == expected
+    assert not hashed.called
+    ranks.rank = 0
+    with pytest.raises(AssertionError):
+        open_corpus(str(corpus), 2, ranks)
 
 
 def test_bad_token_files_are_refused(tmp_path):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from helpers import refuse_in_one_line, succeed
+from helpers import TINY_GRPO, assert_same_weights, refuse_in_one_line, succeed, weights
 
 from common.log import read_records
 from common.process import UserError
@@ -53,7 +53,7 @@ def error_of(work) -> str:
     [
         ("mine.py", "must be FILE.py:NAME"),
         ("mine:score", "must be FILE.py:NAME"),
-        ("no_such.py:score", "raised FileNotFoundError"),
+        ("no_such.py:score", "no_such.py cannot be read ([Errno 2]"),
     ],
 )
 def test_another_form_than_file_and_name(named, finding):
@@ -63,7 +63,7 @@ def test_another_form_than_file_and_name(named, finding):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("def score(:\n", "SyntaxError.*line 1"),
+        ("def score(:\n", "mine.py cannot be read .*line 1"),
         ("\nimport no_such_module\n", "ModuleNotFoundError at line 2 of"),
         ("import sys\nsys.exit('bye')\n", "SystemExit at line 2 of .*: bye"),
         ("score = 3\n", "has no function 'score'"),
@@ -111,6 +111,21 @@ def test_numbers_of_several_kinds(made, value):
     assert rewards.dtype == torch.float32 and not rewards.requires_grad
 
 
+def test_an_async_function_is_awaited(made):
+    assert made("async def score(**kwargs):\n    return [1, 2]\n")(IDS, MASK).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("neighbour", ["metrics.py", "model.py", "evaluate/__init__.py"])
+def test_a_name_that_is_also_that_of_our_module_is_refused(made, tmp_path, neighbour):
+    """A file beside the user's, or an installed package."""
+    (tmp_path / neighbour).parent.mkdir(exist_ok=True)
+    (tmp_path / neighbour).touch()
+    name = neighbour.partition("/")[0].removesuffix(".py")
+    line = error_of(lambda: made(f"def score(**kwargs):\n    import {name}\n"))
+    assert f"imports {name}, which is {tmp_path / neighbour} and also a module of Crossover" in line
+    made("from common.device import random_stream\ndef score(**kwargs): pass\n")  # ours only
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -156,7 +171,7 @@ def test_a_policy_learns_what_the_function_rewards(
     tmp_path, monkeypatch, corpus, generator, reward_model
 ):
     """Alone: no R2 and no P(natural); the records have its rewards. A run is resumed with the
-    same file alone, and with the same modules beside it.
+    same file only.
     """
     monkeypatch.setattr(stopping, "CAPS", {})
     (tmp_path / "letters.py").write_text(LETTERS)
@@ -197,5 +212,38 @@ def test_a_policy_learns_what_the_function_rewards(
     assert "reward_model_path was" in refuse_in_one_line(
         "train_grpo", **resumed, reward_model_path=reward_model
     )
-    (tmp_path / "the_letter.py").write_text("LETTER = 't'\n")
+    (tmp_path / "letters.py").write_text(f"{LETTERS}\n")
     assert "letters.py:share was" in refuse_in_one_line("train_grpo", **resumed)
+
+
+FAILS_ONCE = """
+from pathlib import Path
+calls = Path(__file__).with_suffix(".calls")
+def score(completions, **kwargs):
+    count = int(calls.read_text()) + 1
+    calls.write_text(str(count))
+    if count == 8:
+        raise OSError("the server does not answer")
+    return [text.count("e") for text in completions]
+"""
+
+
+def test_the_state_before_a_step_is_saved_if_a_function_fails(tmp_path, corpus, generator):
+    """Without a failure the run ends in the same tensors."""
+    ends = []
+    for name, calls in (("whole", 10), ("failed", 0)):  # calls that were made already
+        (tmp_path / f"{name}.py").write_text(FAILS_ONCE)
+        (tmp_path / f"{name}.calls").write_text(str(calls))
+        path = tmp_path / f"{name}.pt"
+        options = {"base_model_path": generator, "dataset": corpus, "output_path": path}
+        options |= {**TINY_GRPO, "max_steps": 8, "eval_interval": 100}
+        options["reward_function"] = f"{tmp_path}/{name}.py:score"
+        if name == "failed":
+            line = refuse_in_one_line("train_grpo", **options)
+            assert line.endswith("the server does not answer; correct it")
+            out = succeed("train_grpo", **options, init_from="resume")
+            assert "at step 5" in out  # two calls were those of the start's evaluation
+        else:
+            succeed("train_grpo", **options)
+        ends.append(weights(path))
+    assert_same_weights(*ends)

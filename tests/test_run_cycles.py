@@ -115,9 +115,9 @@ def test_artefacts_and_ledger(unbroken, corpus):
     lines = printed.splitlines()[-6:]
     learned = f"A model of {corpus.name} was trained with another model of the same text"
     assert lines[0].startswith("Expect text that is hardly more natural: ")
-    assert lines[1] == f"{learned}, but no gain is shown."
+    assert lines[1] == f"{learned}, but no gain in its text is shown."
     assert f"<h1>{lines[1]}</h1>" in page
-    assert f"-> {found['base_model_v2']['fresh_reward']:.2f}" in lines[2]
+    assert f"-> {found['base_model_v2']['fresh_p_natural']:.2f}" in lines[2]
     assert lines[4:] == [f"Ledger: {out}/cycles.json", f"Page: {out}/report.html"]
     heading = "##### 11 of 11, reward_model_v1.reader: fit_reader"
     assert f"{heading}; page so far: {out}/report.html" in printed
@@ -350,7 +350,7 @@ def test_all_faults_of_all_sections_are_reported_before_anything_is_made(tmp_pat
     config.write_text(CONFIG)
     options["train_grpo.reward_function"] = "no.py:f"
     line = refuse_in_one_line("run_cycles", str(config), **options)
-    assert "reward_function=no.py:f: raised FileNotFoundError" in line
+    assert "reward_function=no.py:f: no.py cannot be read ([Errno 2] No such file" in line
     assert not (tmp_path / "out").exists()
 
 
@@ -370,6 +370,15 @@ def test_a_missing_text_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "nope.txt" in refuse_in_one_line("run_cycles", text="nope.txt", device="cpu")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stage_has_the_runs_device_unless_it_names_one(tmp_path):
+    sections = parse_sections(SECTIONS, "run_cycles", ["--device=cpu", "--train.device=cuda:7"], {})
+    devices = {stage.name: stage.settings.device for stage in make_plan(sections, ())}
+    assert devices.pop("base_model_v1") == "cuda:7" and set(devices.values()) == {"cpu"}
+    options = {"out_dir": tmp_path / "out", "train.device": "cuda:7", "device": "cpu"}
+    line = refuse_in_one_line("run_cycles", str(write_config(tmp_path, CONFIG)), **options)
+    assert line.startswith("ERROR: device='cuda:7' is not available here")
 
 
 def test_options_that_the_run_sets_itself_are_refused(tmp_path):

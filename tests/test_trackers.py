@@ -40,6 +40,8 @@ def test_every_record_is_sent_to_wandb(wandb, corpus, tmp_path):
     calls = wandb.init.return_value.log.call_args_list
     sent = [(call.kwargs["step"], call.args[0]) for call in calls]
     assert len(sent) == 22 and sent == list(numbers_of(tmp_path))
+    succeed("train", dataset=corpus, out_dir=tmp_path, init_from="resume", **TINY_TRAIN, **names)
+    assert wandb.init.call_args.kwargs["id"] == begun["id"] and begun["resume"] == "allow"
 
 
 def test_every_number_is_sent_to_tensorboard(monkeypatch, corpus, tmp_path):

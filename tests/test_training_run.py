@@ -26,7 +26,7 @@ from common.files import load_state, save_state
 from common.log import read_records
 from common.process import UserError
 from common.settings import Settings, setting
-from training.run import Run, code_files
+from training.run import Run
 
 
 @dataclass
@@ -163,22 +163,6 @@ def test_train_goes_on_and_ends_in_the_same_tensors(monkeypatch, tmp_path, corpu
     line = refuse_in_one_line("train", **{**options, "init_from": "resume", "max_iters": 25})
     assert "max_iters=25: the learning rate of lr_schedule=cooldown is 0 from step 20 on" in line
     assert folder_bytes(tmp_path) == before
-
-
-def test_what_a_reward_function_imports_from_its_folder_is_an_input(tmp_path):
-    """Of each file and of each package, also within functions; other files are none of it."""
-    texts = {
-        "my.py": "import os, beside\ndef f():\n    from words.letters import E\n",
-        "beside.py": "import second",
-        "second.py": "import my",
-        "words/letters.py": "from . import *",
-        "other.py": "import beside",
-    }
-    (tmp_path / "words").mkdir()
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    found = [str(path.relative_to(tmp_path)) for path in code_files(f"{tmp_path}/my.py")]
-    assert found == ["my.py", "beside.py", "words/letters.py", "second.py"]
 
 
 @pytest.mark.parametrize("damage", ["moments", "config", "best"])

@@ -7,17 +7,17 @@ The state is saved at each evaluation and, on Ctrl-C or SIGTERM, after the curre
 run of the same settings and inputs ends in the same tensors.
 """
 
-import ast
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from common.distributed import ONE_RANK, Ranks
 from common.files import dataset_folder, hash_file, load_state, lock_output, reading, save_state
-from common.log import RunLog, print0, progress
-from common.process import flag_signals, require
+from common.log import RunLog, print0, progress, start_tracker
+from common.process import UserError, flag_signals, require
 from common.settings import differing_settings
 from training.checkpoint import hash_model
 
@@ -42,10 +42,7 @@ INPUTS = (  # settings that name what a script reads
 
 
 def hash_inputs(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the hashes of all files that the settings of a script name, by setting or function.
-
-    The hashes of a reward function are those of `code_files`.
-    """
+    """Return the hashes of all files that the settings of a script name, by setting or function."""
     hashes = {}
     for name in INPUTS:
         paths = settings.get(name) or ()
@@ -57,29 +54,8 @@ def hash_inputs(settings: Mapping[str, Any]) -> dict[str, str]:
         if files:
             hashes[name] = " ".join(map(hash_model, files))
     for function in settings.get("reward_function") or ():
-        files_of_function = code_files(function.rpartition(":")[0])
-        hashes[function] = " ".join(map(hash_file, files_of_function))
+        hashes[function] = hash_file(function.rpartition(":")[0])
     return hashes
-
-
-def code_files(path: str) -> list[Path]:
-    """Return a Python file and the files of its folder that it imports, directly or not.
-
-    Imports within functions count too, and all files of a package. Nothing is executed.
-    """
-    files = [Path(path)]
-    folder = files[0].parent
-    for file in files:  # grows by what each file imports
-        with reading(file):
-            tree = ast.parse(file.read_bytes())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                for alias in node.names:
-                    module = getattr(node, "module", None) or alias.name
-                    name = module.partition(".")[0]
-                    found = [folder / f"{name}.py", *sorted((folder / name).rglob("*.py"))]
-                    files += [each for each in found if each.is_file() and each not in files]
-    return files
 
 
 class Run:
@@ -128,6 +104,8 @@ class Run:
             )
         self.records = RunLog(self.output.with_suffix(".jsonl"), last_kept)
         self.log = self.records.log
+        self.tracker_id = self.saved.get("tracker_id", secrets.token_hex(8))
+        self.track(tracker_id=self.tracker_id)
 
     def _read_state(self) -> None:
         """Read the state of the output's run; raise UserError if it is of another run."""
@@ -143,6 +121,15 @@ class Run:
             "(train_grpo.py: --base_model_path CHECKPOINT)",
         )
         print0(f"Resuming {self.state_path} at step {self.step}")
+
+    def start_tracker(self, settings: Any, project: str, name: str) -> None:
+        """Send the records to the tracker of the settings, if they name one, as well.
+
+        A resumed run continues the same run there. project and name: in Weights & Biases.
+        """
+        self.records.tracker = start_tracker(
+            settings.tracker, self.output, asdict(settings), project, name, self.tracker_id
+        )
 
     def track(self, **parts: Any) -> None:
         """Save these parts with the state, and restore those of a resumed run.
@@ -181,6 +168,15 @@ class Run:
                 self.bar.update()
             self.save(self.step)
         raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def saving_on_error(self, step: int) -> Iterator[None]:
+        """Save the state after `step` steps if an error of the user's occurs within."""
+        try:
+            yield
+        except UserError:
+            self.save(step)
+            raise
 
     def save(self, step: int) -> None:
         """Write the state after `step` steps, on rank 0."""
