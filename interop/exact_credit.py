@@ -17,7 +17,7 @@ from common.process import require
 from grpo.exact import divergence
 from interop.causal import CausalModel
 from losses import scatter_to_mask
-from reward.posterior import natural_probabilities
+from reward.posterior import completion_probabilities
 
 PIECE_LOGITS = 2**22  # logits of a piece, 16 MiB in float32; some ten copies exist at a time
 CHUNK_IDS = 2**15  # token ids at a time in TRL's function of sampled tokens
@@ -96,11 +96,7 @@ def exact_terms(
                 states, layer.weight, layer.bias, tokens, 1.0, CHUNK_IDS, None, 1.0, ("entropy",)
             )
     results = {name: scatter_to_mask(values, mask) for name, values in results.items()}
-    # A text that is natural to its end goes on so: K is no place behind it.
-    is_after = mask.flip(1).cumsum(1).flip(1) == 0
-    # A posterior ignores its first and last token: here the prompt's last one, and the end.
-    framed = F.pad(results["evidence"].masked_fill(is_after, -torch.inf), (1, 1))  # (B, C + 2)
-    results["natural"] = natural_probabilities(framed)[:, 1:-1] * mask
+    results["natural"] = completion_probabilities(results["evidence"], mask)
     results["loss"] = loss
     return results
 

@@ -6,8 +6,7 @@ All functions are pure. Shapes: B sequences of T tokens. Formulas are computed i
 float64 if their input has that dtype.
 """
 
-import math
-
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -39,24 +38,21 @@ def natural_probabilities(evidence: Tensor) -> Tensor:
     return F.pad(at_least, (0, evidence.size(1) - at_least.size(1)))
 
 
-def completion_probabilities(evidence: Tensor, written: Tensor) -> Tensor:
-    """Return P(token is natural) (R, T) of the written tokens, given their whole text; 0 elsewhere.
-
-    evidence: (R, T). written: (R, T) bool, the tokens after the prompt, which is natural. A priori
-    all numbers of natural tokens among n written ones, 0 to n, are equally probable: a completion
-    may be natural to its end.
-    """
-    log_likelihood = at_least_float32(evidence).masked_fill(~written, 0.0).cumsum(1)  # (R, T)
-    # natural up to each written token, after the case that none is
-    log_likelihood = F.pad(log_likelihood.masked_fill(~written, -math.inf), (1, 0))
-    posterior = log_likelihood.softmax(1)[:, 1:]  # (R, T)
-    at_least = posterior.flip(1).cumsum(1).flip(1).clamp(max=1.0)
-    return at_least.masked_fill(~written, 0.0)
-
-
 def natural_share(evidence: Tensor) -> Tensor:
     """Return E[K] / T (B,), the expected share of natural tokens, from evidence (B, T)."""
     return natural_probabilities(evidence).mean(1)
+
+
+def completion_probabilities(evidence: Tensor, written: Tensor) -> Tensor:
+    """Return P(token is natural) (R, T) of written tokens, given the whole completion; else 0.
+
+    evidence: (R, T). written: (R, T) bool. The prompt is natural. A priori the number of natural
+    written tokens is uniform on 0, ..., n: a completion may be natural to its end.
+    """
+    cumulated = at_least_float32(evidence).masked_fill(~written, 0).cumsum(1)
+    log_likelihood = F.pad(cumulated.masked_fill(~written, -torch.inf), (1, 0))  # (R, 1 + T)
+    at_least = log_likelihood.softmax(1).flip(1).cumsum(1).flip(1)[:, 1:]  # (R, T)
+    return at_least.clamp(max=1.0) * written
 
 
 def crossover_loss(evidence: Tensor, targets: Tensor) -> Tensor:

@@ -36,6 +36,17 @@ def test_posterior_and_shares_by_hand(values):
     assert posteriors.natural_share(evidence).item() == pytest.approx(mean / T)
 
 
+def test_the_natural_tokens_of_a_completion_by_hand():
+    """Of two written tokens 0, 1 or 2 are natural: likelihoods 1, 2 and 6."""
+    written = torch.tensor([[False, True, False, True, False], [False] * 5])
+    evidence = torch.tensor([[9, math.log(2), 9, math.log(3), 9]] * 2)
+    found = posteriors.completion_probabilities(evidence, written)
+    expected = torch.tensor([[0, 8 / 9, 0, 6 / 9, 0], [0.0] * 5])
+    torch.testing.assert_close(found, expected)
+    extreme = posteriors.completion_probabilities((1e4 * evidence).bfloat16(), written)
+    assert extreme.tolist() == written.tolist() and extreme.dtype == torch.float32
+
+
 @pytest.mark.parametrize("length", [6, 49, 100, 1024])
 def test_every_crossover_is_recovered_from_its_label(length):
     """K / T is rounded, so that K / T * T may be a little less than K."""
