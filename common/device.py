@@ -97,6 +97,18 @@ def autocast(device: torch.device, dtype: torch.dtype | None = None) -> torch.au
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
+def without_cudnn_attention() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which scaled_dot_product_attention does not use cuDNN.
+
+    From torch 2.11 on it prefers cuDNN on an H100, H200 or B200. cuDNN builds a plan for each new
+    shape, which takes 40 to 60 ms, and decoding has a new shape at each token. In bfloat16 and
+    float16 its backward pass gives NaN for some lengths of masked texts (pytorch issue 196678).
+    """
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
+
+
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Disable dropout and gradients; restore the model's mode afterwards."""

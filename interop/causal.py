@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.device import evaluating
+from common.device import evaluating, without_cudnn_attention
 from common.log import progress
 from common.process import require
 from generation.completions import PLAIN
@@ -119,7 +119,8 @@ def complete(
     options = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
     model.generation_config = load_transformers().GenerationConfig(**options)
     different = crossovers.unique().tolist()
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), without_cudnn_attention():
         torch.manual_seed(seed)
         for crossover in progress("Crossovers", iterable=different):
             for rows in (crossovers == crossover).nonzero()[:, 0].split(ROWS):

@@ -20,6 +20,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import _ForwardRedirection
 
+from common.device import without_cudnn_attention
 from common.process import require
 from interop.causal import CausalModel
 from interop.crossover_reward import CrossoverReward, refuse_adapter
@@ -135,6 +136,16 @@ class CrossoverTrainer(GRPOTrainer):
             require("prompt" in example, f"{place} has no column prompt: it has {columns}")
             has_tokens = bool(example["prompt"] or start)
             require(has_tokens, f"row {row} of {place} has an empty prompt: leave it out")
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss () of a batch, after its backward pass."""
+        with without_cudnn_attention():
+            return super().training_step(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
+        """Return the loss () of a batch, without logits and labels."""
+        with without_cudnn_attention():
+            return super().prediction_step(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's batch with the advantages (B, C) of sampled tokens."""

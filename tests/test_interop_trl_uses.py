@@ -277,6 +277,29 @@ def test_a_use_of_grpotrainer_works(models, named, tmp_path, use):
         assert 0 < figures[f"{prefix}crossover/natural"] < 1
 
 
+def test_cudnn_attention_is_off_in_generation_loss_and_backward(models, named, tmp_path):
+    from interop.causal import complete
+
+    noted = []
+
+    def note(*_):
+        noted.append(torch.backends.cuda.cudnn_sdp_enabled())
+
+    trainer = make_trainer(models, tmp_path, eval_dataset=named["few"])
+    trainer.model.model.layers[0].register_forward_pre_hook(note)
+    trainer.model.lm_head.weight.register_hook(note)
+    blocks = torch.ones(2, 5, dtype=torch.int64)
+    for compute in (
+        trainer.train,
+        trainer.evaluate,
+        lambda: complete(trainer.model, blocks, torch.tensor([1, 2]), seed=0),
+    ):
+        noted.clear()
+        compute()
+        assert noted and not any(noted)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_a_batch_of_truncated_completions_has_no_gradient(models, tmp_path):
     settings = "--mask_truncated_completions True --max_completion_length 1"
     trainer = make_trainer(models, tmp_path, settings)
