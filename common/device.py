@@ -21,8 +21,7 @@ from common.process import explaining
 def select_device(name: str) -> torch.device:
     """Return the device of a name, or for 'auto' the first of cuda, mps and cpu that is available.
 
-    Raise UserError for a device that this machine lacks. With CUDA, float32 matrix products use
-    TF32 from then on: inputs rounded to 11 significant bits, sums in float32.
+    Raise UserError for a device that this machine lacks. With CUDA, call `allow_tf32`.
     """
     if name == "auto":
         name = "cpu"
@@ -36,9 +35,17 @@ def select_device(name: str) -> torch.device:
             torch.cuda.get_device_properties(device)  # each rank of torchrun looks at device 0
         else:
             torch.zeros(1, device=device).item()  # torch has devices without data: meta
+    allow_tf32(device)
+    return device
+
+
+def allow_tf32(device: torch.device) -> None:
+    """Let float32 matrix products use TF32 from now on if the device is CUDA.
+
+    Inputs are rounded to 11 significant bits; sums are float32.
+    """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    return device
 
 
 def select_dtype(name: str, device: torch.device) -> torch.dtype:

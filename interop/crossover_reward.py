@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.device import allow_tf32
 from common.files import reading
 from common.process import require, run_main
 from interop.causal import CausalModel, CausalReader
@@ -114,12 +115,16 @@ def ids_below(limit: int, tokenizer: Any) -> dict[str, int]:
 
 
 def load_pair(model: Any, tokenizer: Any) -> tuple[Any, Any]:
-    """Return a model and its tokenizer, both loaded if the model is given by name."""
+    """Return a model and its tokenizer, both loaded if the model is given by name.
+
+    On CUDA, float32 matrix products use TF32 from now on, as in our own scripts.
+    """
     refuse_adapter(model)
     if isinstance(model, str):
         if tokenizer is None:
             tokenizer = load_tokenizer(model)
         model = load_model(model)
+    allow_tf32(model.device)
     return model, tokenizer
 
 

@@ -86,6 +86,8 @@ class CrossoverTrainer(GRPOTrainer):
                 f"{field}={value}: must be {plain}, the sampling that the formulas score",
             )
         args.disable_dropout = True
+        if args.tf32 is False:
+            torch.set_float32_matmul_precision("highest")  # the reward may have allowed TF32
         if not reward_funcs and kwargs.get("environment_factory") is None:
             reward_funcs = [no_task]
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)

@@ -22,7 +22,7 @@ from common.settings import Errors, Settings, parse_settings
 from corpus.encode import find_texts, joined_pieces
 from cycles.text_page import open_page, present_text
 from interop.causal import CausalModel, CausalReader
-from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
+from interop.crossover_reward import CrossoverReward, load_pair, load_tokenizer
 from reward.reader import WAYS, check_ways
 
 LENGTH = 64  # tokens of the natural blocks, and of the windows of the text
@@ -67,7 +67,8 @@ def main() -> None:
     page = open_page(path, len(ids), settings.output_path)
     model: Any
     if settings.natural_model is None:
-        model = CausalModel(load_model(name).eval(), len(tokenizer))
+        generator, _ = load_pair(name, tokenizer)
+        model = CausalModel(generator.eval(), len(tokenizer))
     else:
         model = CrossoverReward(settings.natural_model, name, tokenizer=tokenizer).head
     start = tokenizer(text="")["input_ids"]  # what the tokenizer puts before a text

@@ -27,9 +27,12 @@ def test_what_the_generator_wrote_is_found(exported, generator, corpus, tmp_path
         "reader_path": "fitted.pt",
     }
     monkeypatch.setattr("interop.read_text.LENGTH", 16)
+    devices = []
+    monkeypatch.setattr("interop.crossover_reward.allow_tf32", devices.append)
     printed = succeed("interop.read_text", **options)
     place = int(re.search(r"wrote everything after character (\d+)", printed)[1])
     assert abs(place - 300) < 20
+    assert devices == [torch.device("cpu")] * 2
     assert "on texts of 16 tokens" in printed and "sampled at 0.7: r2" in printed
     assert 'id="k1"' in (tmp_path / "mixed.crossover.html").read_text()
 
@@ -42,10 +45,13 @@ def test_what_the_generator_wrote_is_found(exported, generator, corpus, tmp_path
     assert "it was fitted to other models" in refuse_in_one_line("interop.read_text", **other)
     del options["reader_path"]
     assert "natural_text is required" in refuse("interop.read_text", **options)
+    del options["natural_model"]
     short = {**options, "natural_text": "short.txt"}
+    devices.clear()
     for text, said in (("a" * 9, "has 9 tokens, but 256 are"), ("\u0416", "cannot read the text")):
         (tmp_path / "short.txt").write_text(text)
         assert said in refuse_in_one_line("interop.read_text", **short)
+    assert devices == [torch.device("cpu")] * 2  # of a run each
 
 
 def test_one_model_reads_by_its_hidden_states():

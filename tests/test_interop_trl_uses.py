@@ -300,6 +300,13 @@ def test_cudnn_attention_is_off_in_generation_loss_and_backward(models, named, t
         assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
+def test_tf32_of_a_reward_can_be_switched_off(models, tmp_path, monkeypatch):
+    precisions = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precisions.append)
+    make_trainer(models, tmp_path, "--tf32 False")
+    assert precisions == ["highest"]
+
+
 def test_a_batch_of_truncated_completions_has_no_gradient(models, tmp_path):
     settings = "--mask_truncated_completions True --max_completion_length 1"
     trainer = make_trainer(models, tmp_path, settings)
