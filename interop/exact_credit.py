@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from trl.kernels import ChunkedLogProbFunction
 
+from common.device import total_memory
 from common.process import require
 from grpo.exact import divergence
 from interop.causal import CausalModel
 from losses import scatter_to_mask
 from reward.posterior import completion_probabilities
 
-PIECE_LOGITS = 2**22  # logits of a piece, 16 MiB in float32; some ten copies exist at a time
+PIECE_LOGITS = 2**22  # logits of a piece on a CPU, 16 MiB in float32
+LOGIT_BYTES = 40  # some ten float32 copies exist at a time
+MEMORY_SHARE = 16  # the copies of a piece fill a sixteenth of a GPU's memory
 CHUNK_IDS = 2**15  # token ids at a time in TRL's function of sampled tokens
 MAX_LOGIT_ERROR = 0.02  # largest relative error of recomputed logits, bfloat16 included
 # Settings of transformers that bound the logits. Small ones show no difference.
@@ -61,7 +64,7 @@ def exact_terms(
     of_states = []
     parts = []
     V = policy.vocab_size
-    size = max(1, PIECE_LOGITS // V)
+    size = max(1, piece_logits(states.device) // V)
     inputs = (states.detach(), *frozen, tokens, weights)
     pieces = zip(*(each.split(size) for each in inputs), strict=True)
     for leaf, natural, start, chosen, factors in pieces:  # k positions each
@@ -99,6 +102,14 @@ def exact_terms(
     results["natural"] = completion_probabilities(results["evidence"], mask)
     results["loss"] = loss
     return results
+
+
+def piece_logits(device: torch.device) -> int:
+    """Return how many logits to compute at a time; the same number on the same kind of GPU."""
+    memory = total_memory(device)
+    if memory is None:
+        return PIECE_LOGITS
+    return memory // (MEMORY_SHARE * LOGIT_BYTES)
 
 
 def states_before(model: CausalModel, ids: Tensor, attention_mask: Tensor, count: int) -> Tensor:

@@ -89,12 +89,16 @@ def test_the_gradient_is_that_of_the_divergence_however_texts_are_padded(
     models, tmp_path, monkeypatch, is_tied, change
 ):
     """The token that ends a text also pads it, or the tokenizer pads on the right; in pieces of two
-    positions.
+    positions, as on a tiny GPU.
     """
     from interop import exact_credit
     from interop.crossover_trainer import CrossoverTrainer
 
-    monkeypatch.setattr(exact_credit, "PIECE_LOGITS", 600)
+    device = torch.device("cpu")
+    assert exact_credit.piece_logits(device) == exact_credit.PIECE_LOGITS
+    # Ten float32 copies of 600 logits fill a sixteenth of the memory.
+    monkeypatch.setattr(exact_credit, "total_memory", lambda device: 600 * 10 * 4 * 16)
+    assert exact_credit.piece_logits(device) == 600
     settings = "--max_completion_length 12 --max_grad_norm 1e9"
     policy, start, natural = (load(models[number], is_tied) for number in (0, 0, 1))
     gradients = []
