@@ -34,6 +34,12 @@ class CausalModel(nn.Module):
 
     def __init__(self, model: Any, vocab_size: int) -> None:
         super().__init__()
+        is_empty = any(weight.numel() == 0 for weight in model.get_output_embeddings().parameters())
+        require(
+            not is_empty,
+            "the model's output layer is empty, as after loading with DeepSpeed ZeRO stage 3: load "
+            "all models before you make GRPOConfig, or use FSDP2 or ZeRO stage 2",
+        )
         self.model = model
         self.vocab_size = vocab_size
 

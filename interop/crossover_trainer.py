@@ -102,6 +102,11 @@ class CrossoverTrainer(GRPOTrainer):
         # Each process has fitted for itself: all take what the first one has fitted.
         head.mixture.data.copy_(broadcast(head.mixture.data))
         policy = self.accelerator.unwrap_model(self.model)
+        for adapter in getattr(policy, "peft_config", {}).values():
+            require(
+                not adapter.is_prompt_learning,
+                f"{type(adapter).__name__}: exact credit does not see its virtual tokens: use LoRA",
+            )
         generator = head.generator
         held = {head.natural.model}
         # A model with a name was loaded twice, by the reward and by TRL: keep one.

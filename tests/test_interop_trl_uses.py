@@ -411,6 +411,25 @@ def test_other_uses_that_cannot_work_are_rejected(models, named, tmp_path):
         CrossoverReward(models[1], str(tmp_path))
 
 
+@pytest.mark.parametrize("kind", ["PromptTuning", "PrefixTuning", "PromptEncoder"])
+def test_adapters_of_virtual_tokens_are_rejected(models, tmp_path, kind):
+    import peft
+
+    config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(UserError, match=f"{kind}Config: .*: use LoRA"):
+        make_trainer(models, tmp_path, peft_config=config)
+
+
+def test_empty_output_layers_are_rejected(models, tmp_path):
+    """As DeepSpeed ZeRO stage 3 leaves them."""
+    model = load_model(models[0])
+    model.lm_head.weight.data = torch.empty(0)
+    with pytest.raises(UserError, match="is empty, as after loading with DeepSpeed ZeRO stage 3"):
+        make_trainer(models, tmp_path, model=model)
+    with pytest.raises(UserError, match="is empty"):
+        CrossoverReward(models[1], model)
+
+
 def test_figures_are_means_over_the_tokens_since_the_last_log(models, named, tmp_path):
     """Also if an evaluation interrupts the steps."""
     settings = (
