@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import _ForwardRedirection
 
 from common.device import without_cudnn_attention
-from common.process import require
+from common.process import require, warn
 from interop.causal import CausalModel
 from interop.crossover_reward import CrossoverReward, refuse_adapter
 from interop.exact_credit import check_logits, exact_terms
@@ -158,6 +158,11 @@ class CrossoverTrainer(GRPOTrainer):
         """Return TRL's batch with the advantages (B, C) of sampled tokens."""
         self._check_prompts(inputs, "the batch")
         batch = super()._generate_and_score_completions(inputs)
+        if batch["num_items_in_batch"] == 0:
+            warn(
+                "no token of the batch counts, so it changes nothing and has no figures: with "
+                "mask_truncated_completions=True, raise max_completion_length"
+            )
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)  # (B, C)
         batch["advantages"] = self._task_weight() * batch["advantages"][:, None] * mask  # (B, C)
         rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None)
@@ -180,6 +185,8 @@ class CrossoverTrainer(GRPOTrainer):
         metrics = self._metrics[mode]
         sums = torch.stack([*(self._terms[name].sum() for name in FIGURES), num_tokens])
         sums = self.accelerator.reduce(sums)
+        if sums[-1] == 0:
+            return
         if "crossover/divergence" in metrics:  # since the last log
             sums += self._sums[mode]
         self._sums[mode] = sums

@@ -307,11 +307,29 @@ def test_tf32_of_a_reward_can_be_switched_off(models, tmp_path, monkeypatch):
     assert precisions == ["highest"]
 
 
-def test_a_batch_of_truncated_completions_has_no_gradient(models, tmp_path):
-    settings = "--mask_truncated_completions True --max_completion_length 1"
-    trainer = make_trainer(models, tmp_path, settings)
-    trainer.train()
-    assert trainer.state.log_history[0]["grad_norm"] == 0
+def test_a_batch_of_truncated_completions_teaches_and_logs_nothing(models, tmp_path, capsys):
+    from interop.crossover_trainer import CrossoverTrainer
+
+    class Truncated(CrossoverTrainer):
+        """The second of three batches does not end."""
+
+        def _generate_single_turn(self, prompt_ids, *_):
+            end = [self.eos_token_ids[0]]
+            if self.state.global_step == 1:
+                end = []
+            return [[40 + row, *end] for row in range(len(prompt_ids))], None
+
+    settings = "--mask_truncated_completions True --max_steps 3 --logging_steps"
+    figures = []
+    for steps in (1, 3):
+        trainer = make_trainer(models, tmp_path, f"{settings} {steps}", Truncated)
+        trainer.train()
+        figures += trainer.state.log_history[:-1]
+        warnings = [line for line in capsys.readouterr().err.splitlines() if "WARN" in line]
+        assert len(warnings) == 1 and "no token of the batch counts" in warnings[0]
+    assert figures[1]["grad_norm"] == 0 and "crossover/divergence" not in figures[1]
+    values = [record.get("crossover/divergence") for record in figures]
+    assert values[3] == pytest.approx((values[0] + values[2]) / 2)
 
 
 @pytest.mark.parametrize("load", [str, load_model])
