@@ -86,7 +86,16 @@ class CausalReader(Reader):
         self.start = torch.tensor(start, dtype=torch.int64)
 
     def started(self, ids: Tensor) -> Tensor:
-        """Return ids (B, T) behind those that come before each text."""
+        """Return ids (B, T) behind those that come before each text.
+
+        Raise UserError if the model does not have an id.
+        """
+        low, high = ids.aminmax()
+        most = self.generator.vocab_size - 1
+        require(
+            bool(low >= 0 and high <= most),
+            f"token ids from {low} to {high}: must be from 0 to {most}: use the model's tokenizer",
+        )
         return torch.cat((self.start.to(ids.device).expand(len(ids), -1), ids), 1)
 
     def outputs(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

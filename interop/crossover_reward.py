@@ -69,8 +69,8 @@ class CrossoverReward:
         """Fit the weight on crossover samples of half the natural blocks (n, T) int64.
 
         Return the figures of the other half: those of Reader.measure, and w as `mixture`. Raise
-        UserError if the interval of R2 includes 0 or there are too few blocks for an interval; the
-        reward is then as before.
+        UserError if the interval of R2 includes 0, if there are too few blocks for an interval, or
+        if the models do not have an id; the reward is then as before.
         """
         is_ids = isinstance(blocks, Tensor) and blocks.dtype == torch.int64 and blocks.dim() == 2
         require(is_ids, "fit takes natural tokens: a tensor (n, T) int64, a block a row")
@@ -143,9 +143,10 @@ def load_tokenizer(name: str) -> Any:
     """Load the tokenizer of a folder or hub name, with the special tokens that TRL demands."""
     tokenizer = loaded("AutoTokenizer", name)
     if tokenizer.eos_token is None:
-        # An id beyond the model's is never generated; padding is masked.
+        # The model never generates an id beyond its own, no text has this name, and padding is
+        # masked.
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
-        tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+        tokenizer.add_special_tokens({"eos_token": "<|unused end|>"})
     tokenizer.padding_side = "left"
     return tokenizer
 

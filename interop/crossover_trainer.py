@@ -53,10 +53,10 @@ class CrossoverTrainer(GRPOTrainer):
     The loss is KL(pi || m) at the position of each token, over the vocabulary: a mean over tokens,
     in nats.
 
-    reward_funcs and all further arguments are GRPOTrainer's. The weights and processing classes of
-    rewards are those of reward_funcs. TRL's advantage of a completion is multiplied by the largest
-    weight if TRL's scaling cancels the size of the weights: a function of weight 2 counts twice as
-    much as the crossover reward.
+    reward_funcs and all further arguments are GRPOTrainer's; processing_class None is the reward's
+    tokenizer. The weights and processing classes of rewards are those of reward_funcs. TRL's
+    advantage of a completion is multiplied by the largest weight if TRL's scaling cancels the size
+    of the weights: a function of weight 2 counts twice as much as the crossover reward.
 
     The policy starts as the reward's generator q. With LoRA, q is the policy with its adapters off
     if reward and trainer have the same loaded model, or both have the same name; else the reward
@@ -89,12 +89,25 @@ class CrossoverTrainer(GRPOTrainer):
         if args.tf32 is False:
             torch.set_float32_matmul_precision("highest")  # the reward may have allowed TF32
         if not reward_funcs and kwargs.get("environment_factory") is None:
+            weights = args.reward_weights
+            require(
+                weights is None,
+                f"reward_weights={weights}: there are no reward_funcs to weigh, and the crossover "
+                "reward counts 1: leave reward_weights out",
+            )
             reward_funcs = [no_task]
+        if kwargs.get("processing_class") is None:
+            kwargs["processing_class"] = reward.tokenizer
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
         require(
             not self._is_vlm,
             "the model has a processor of images: "
             "pass its tokenizer as processing_class, because the reward reads only text",
+        )
+        require(
+            self._tokenizer.eos_token is not None,
+            "the tokenizer has no eos_token: set one, or make the reward from names of models and "
+            "leave processing_class out",
         )
         self.has_functions = self.reward_funcs != [no_task]
         self.reward = reward

@@ -64,6 +64,23 @@ def test_the_weight_is_fitted_and_the_gate_holds(exported, corpus, tmp_path):
     for wrong in (blocks.float(), blocks[0], blocks.tolist()):
         with pytest.raises(UserError, match=r"fit takes natural tokens: a tensor \(n, T\) int64"):
             reward.fit(wrong)
+    for value in (-1, 25):
+        with pytest.raises(UserError, match=f"from {value} to {value}: must be from 0 to 24: "):
+            reward.fit(torch.full((4, 16), value))
+
+
+def test_models_without_special_tokens_need_no_tokenizer(exported, tmp_path):
+    from transformers import AutoTokenizer
+
+    dataset = prompts(["The ", "a ho"])
+    trainer = make_trainer(exported, tmp_path, train_dataset=dataset)
+    trainer.train()
+    assert 0 < trainer.state.log_history[0]["crossover/natural"] < 1
+    # A corpus may have this text between its documents.
+    assert "<|endoftext|>" not in trainer.processing_class.get_vocab()
+    bare = AutoTokenizer.from_pretrained(exported[0])
+    with pytest.raises(UserError, match="the tokenizer has no eos_token"):
+        make_trainer(exported, tmp_path, train_dataset=dataset, processing_class=bare)
 
 
 def tiny_gpt2():

@@ -420,6 +420,8 @@ def test_other_uses_that_cannot_work_are_rejected(models, named, tmp_path):
         make_trainer(models, tmp_path, model=model, **other)
     with pytest.raises(UserError, match=r"the reward's generator by \d\.\d\d nats"):
         make_trainer(models, tmp_path, model=models[1]).train()
+    with pytest.raises(UserError, match=r"reward_weights=\[2.0\]: there are no reward_funcs"):
+        make_trainer(models, tmp_path, "--reward_weights 2")
     with pytest.raises(UserError, match="has no weight yet"):
         make_trainer(models, tmp_path, reward=reward)
     named["adapted"].save_pretrained(tmp_path)
