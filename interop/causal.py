@@ -34,9 +34,8 @@ class CausalModel(nn.Module):
 
     def __init__(self, model: Any, vocab_size: int) -> None:
         super().__init__()
-        is_empty = any(weight.numel() == 0 for weight in model.get_output_embeddings().parameters())
         require(
-            not is_empty,
+            all(weight.numel() for weight in model.get_output_embeddings().parameters()),
             "the model's output layer is empty, as after loading with DeepSpeed ZeRO stage 3: load "
             "all models before you make GRPOConfig, or use FSDP2 or ZeRO stage 2",
         )
@@ -91,10 +90,11 @@ class CausalReader(Reader):
         Raise UserError if the model does not have an id.
         """
         low, high = ids.aminmax()
-        most = self.generator.vocab_size - 1
+        size = self.generator.vocab_size
         require(
-            bool(low >= 0 and high <= most),
-            f"token ids from {low} to {high}: must be from 0 to {most}: use the model's tokenizer",
+            bool(low >= 0 and high < size),
+            f"token ids from {low} to {high}: must be at least 0 and less than {size}: use the "
+            "model's tokenizer",
         )
         return torch.cat((self.start.to(ids.device).expand(len(ids), -1), ids), 1)
 

@@ -203,7 +203,7 @@ class CrossoverTrainer(GRPOTrainer):
         if "crossover/divergence" in metrics:  # since the last log
             sums += self._sums[mode]
         self._sums[mode] = sums
-        for name, mean in zip(FIGURES, sums / sums[-1].clamp(min=1), strict=False):
+        for name, mean in zip(FIGURES, sums / sums[-1], strict=False):
             metrics[f"crossover/{name}"] = [mean.item()]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:

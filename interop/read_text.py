@@ -68,8 +68,7 @@ def main() -> None:
     model: Any
     if settings.natural_model is None:
         generator, _ = load_pair(name, tokenizer)
-        vocab_size = generator.config.get_text_config().vocab_size
-        model = CausalModel(generator.eval(), vocab_size)
+        model = CausalModel(generator.eval(), len(tokenizer))
     else:
         model = CrossoverReward(settings.natural_model, name, tokenizer=tokenizer).head
     start = tokenizer(text="")["input_ids"]  # what the tokenizer puts before a text

@@ -32,10 +32,13 @@ def natural_probabilities(evidence: Tensor) -> Tensor:
     Their mean over t is E[K] / T. The first token's is 1. The last token's is 0 if T > 1, because
     K is at most T - 1.
     """
-    posterior = crossover_log_posterior(evidence).exp()
-    at_least = posterior.flip(1).cumsum(1).flip(1)  # (B, max(T - 1, 1)): P(K >= k | x)
-    at_least = at_least.clamp(max=1.0)
-    return F.pad(at_least, (0, evidence.size(1) - at_least.size(1)))
+    natural = at_least(crossover_log_posterior(evidence).exp())  # (B, max(T - 1, 1))
+    return F.pad(natural, (0, evidence.size(1) - natural.size(1)))
+
+
+def at_least(posterior: Tensor) -> Tensor:
+    """Return P(K >= k | x) (B, n) from P(K = k | x) (B, n)."""
+    return posterior.flip(1).cumsum(1).flip(1).clamp(max=1.0)
 
 
 def natural_share(evidence: Tensor) -> Tensor:
@@ -49,10 +52,9 @@ def completion_probabilities(evidence: Tensor, written: Tensor) -> Tensor:
     evidence: (R, T). written: (R, T) bool. The prompt is natural. A priori the number of natural
     written tokens is uniform on 0, ..., n: a completion may be natural to its end.
     """
-    cumulated = at_least_float32(evidence).masked_fill(~written, 0).cumsum(1)
+    cumulated = (at_least_float32(evidence) * written).cumsum(1)
     log_likelihood = F.pad(cumulated.masked_fill(~written, -torch.inf), (1, 0))  # (R, 1 + T)
-    at_least = log_likelihood.softmax(1).flip(1).cumsum(1).flip(1)[:, 1:]  # (R, T)
-    return at_least.clamp(max=1.0) * written
+    return at_least(log_likelihood.softmax(1))[:, 1:] * written
 
 
 def crossover_loss(evidence: Tensor, targets: Tensor) -> Tensor:

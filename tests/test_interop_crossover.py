@@ -65,7 +65,7 @@ def test_the_weight_is_fitted_and_the_gate_holds(exported, corpus, tmp_path):
         with pytest.raises(UserError, match=r"fit takes natural tokens: a tensor \(n, T\) int64"):
             reward.fit(wrong)
     for value in (-1, 25):
-        with pytest.raises(UserError, match=f"from {value} to {value}: must be from 0 to 24: "):
+        with pytest.raises(UserError, match=f"from {value} to {value}: .* less than 25: "):
             reward.fit(torch.full((4, 16), value))
 
 
