@@ -69,17 +69,6 @@ def check_compiler(device: torch.device) -> None:
         torch.compile(lambda x: x.exp())(torch.zeros(1, device=device))
 
 
-def without_cudnn_attention() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which attention does not use cuDNN.
-
-    On recent NVIDIA GPUs torch 2.11 and later prefer cuDNN, which builds a plan for each new shape
-    in 40 to 60 ms. During generation every token has a new shape.
-    """
-    return sdpa_kernel(
-        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    )
-
-
 def total_memory(device: torch.device) -> int | None:
     """Return the bytes of memory of a CUDA device, in use or not, or None for other devices."""
     if device.type != "cuda":

@@ -76,17 +76,3 @@ def test_the_loss_of_extreme_evidence_is_finite_and_that_of_half_precision_float
         assert value.isfinite() and evidence.grad.isfinite().all()
         assert posteriors.crossover_loss(evidence.bfloat16(), targets).dtype == torch.float32
     assert posteriors.natural_share(evidence)[:2].tolist() == pytest.approx([7 / 8, 1 / 8])
-
-
-def test_completions_by_hand():
-    """The prompt is natural; so may be all of the completion. Other tokens do not count."""
-    ratio = 3.0
-    evidence = torch.tensor([[5.0, math.log(ratio), 0.0, 7.0], [9.0, 9.0, math.log(ratio), 0.0]])
-    written = torch.tensor([[False, True, True, False], [True, False, True, False]])
-    total = 1 + 2 * ratio  # none, one or both are natural
-    natural = posteriors.completion_probabilities(evidence[:1], written[:1])[0].tolist()
-    assert natural == pytest.approx([0, 2 * ratio / total, ratio / total, 0])
-    natural = posteriors.completion_probabilities(evidence[1:], written[1:])[0].tolist()
-    first = math.exp(9)
-    total = 1 + first + ratio * first
-    assert natural == pytest.approx([(total - 1) / total, 0, ratio * first / total, 0])
