@@ -24,7 +24,7 @@ import torch
 
 from common.device import select_device
 from common.files import dataset_folder, lock_output
-from common.log import print0, read_records
+from common.log import print0
 from common.process import require, run_main, warn
 from common.settings import (
     Errors,
@@ -156,29 +156,24 @@ def make(stage: Stage, ledger: Ledger) -> None:
     num_planned = len(ledger.about["planned"])
     print0(f"\n##### {number} of {num_planned}, {stage.name}: {stage.section}; page so far: {page}")
     state = stage.artefact.with_suffix(".resume")
-    seconds = 0.0  # of earlier processes
     if difference:
         print0(f"{stage.name} is made again: {difference}")
         state.unlink(missing_ok=True)
-    elif "figures" not in record:
-        seconds = record.get("seconds", 0.0)
+    is_interrupted = not difference and stage.name in ledger.records and "figures" not in record
     changes: dict[str, Any] = {}
     if state.is_file():
         changes["init_from"] = "resume"
-        # A process that was killed has recorded its seconds only in its log.
-        logged = [step["seconds"] for step in read_records(state.with_suffix(".jsonl"))]
-        seconds = max([seconds, *logged])
     elif stage.name in ledger.records and hasattr(stage.settings, "overwrite"):
         changes["overwrite"] = True
     record = {"name": stage.name, "kind": stage.kind, "cycle": stage.cycle, "settings": identity}
     ledger.records[stage.name] = record
     ledger.write()
-    began = time.monotonic() - seconds
-    try:
-        record["figures"] = stage.run(**changes)
-    finally:
+    began = time.monotonic()
+    record["figures"] = stage.run(**changes)
+    record["seconds"] = None
+    if not is_interrupted:
         record["seconds"] = round(time.monotonic() - began, 1)
-        ledger.write()
+    ledger.write()
     # The next stage finds what a new process would: free memory, reward functions not executed.
     execute_file.cache_clear()
     gc.collect()

@@ -364,23 +364,17 @@ def print_choices(
 ) -> None:
     """Print the models, the reward, and what the settings leave to the reward model."""
     size = format_size(num_parameters)
-    print0(f"Policy: {settings.base_model_path}, {size}, on {device}")
     rewards = []
     if settings.reward_model_path is not None:
         rewards.append(f"{settings.reward_model_path} ({settings.reward})")
     for function in scorer.functions:
         rewards.append(f"{function.name} (executed) with weight {function.weight:g}")
-    print0(f"Reward: {', '.join(rewards)}")
     print0(
-        f"Credit: {settings.credit}; group size: {settings.group_size}; weight of the KL to the "
-        f"start in the loss: {settings.beta:g}"
+        f"Policy: {settings.base_model_path}, {size}, on {device}\n"
+        f"Reward: {', '.join(rewards)}\n"
+        f"Credit: {settings.credit}; prefixes: {settings.prefixes}; group size: "
+        f"{settings.group_size}; weight of the KL to the start in the loss: {settings.beta:g}"
     )
-    if settings.prefixes == "natural":
-        print0(
-            "Natural prefixes: a step samples no text, so neither reward_threshold nor a plateau "
-            "ends the run. Only evaluations check the limits, on the loss and on the KL to the "
-            "start."
-        )
 
 
 def write_policy(

@@ -18,9 +18,9 @@ class Ledger:
     `about` has the settings of the run; `planned`, its stages in order, each with the names of
     those that it needs; `finished`, the names of those that this run has made or found made; and
     `outcome`: unfinished, finished, or `failed in STAGE`. A record has name, kind, cycle, settings
-    (`Stage.identity`) and the `seconds` of all processes that made the stage; if it is made, also
-    `figures`. Records of stages that this run has not reached stay in the file for later, but are
-    not reported. Raise UserError if the file is damaged.
+    (`Stage.identity`) and, if it is made, `figures` and `seconds`, None if it was interrupted.
+    Records of stages that this run has not reached stay in the file for later, but are not
+    reported. Raise UserError if the file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:

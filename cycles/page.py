@@ -9,7 +9,6 @@ from common.files import write_text
 from common.process import warn
 from cycles import summary, table
 from cycles.ledger import Ledger
-from cycles.passages import read_passages
 from cycles.pictures import draw_pictures
 from cycles.rendering import render
 from cycles.results import Results
@@ -28,21 +27,15 @@ def write_page(ledger: Ledger) -> Path:
 def make_page(ledger: Ledger) -> str:
     """Return the HTML of the page, with the parts that are measured so far."""
     results = Results(ledger)
-    folder = ledger.folder
-    passages = []
-    for reward_model in ledger.finished("reward_model")[-1:]:
-        reward_data = folder / f"reward_data_v{reward_model['cycle']}"
-        passages = read_passages(reward_data, folder / f"{reward_model['name']}.pt")
     return render(
         "page.html",
-        name=folder.resolve().name,
+        name=ledger.folder.resolve().name,
         expectation=summary.expectation(results),
         status=summary.status(results),
         sentence=summary.sentence(results),
         shortcomings=summary.shortcomings(results),
         numbers=summary.numbers(results),
         results=results,
-        pictures=draw_pictures(results, folder),
+        pictures=draw_pictures(results, ledger.folder),
         comparison=table.comparison(results),
-        passages=passages,
     )

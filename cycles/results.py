@@ -178,8 +178,14 @@ def subtract(policy: Record, model: Record) -> dict[str, Any]:
 
 
 def seconds_of(ledger: Ledger, name: str) -> float | None:
-    """Return the seconds of a stage and of all that it needs, or None for the user's own model."""
+    """Return the seconds of a stage and of all that it needs.
+
+    Return None for the user's own model, and if one of the stages was interrupted.
+    """
     if name not in ledger.records:
         return None
     needed = [name, *ledger.about["planned"][name]]
-    return sum(ledger.records[each]["seconds"] for each in needed)
+    seconds = [ledger.records[each]["seconds"] for each in needed]
+    if None in seconds:
+        return None
+    return sum(seconds)

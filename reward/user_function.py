@@ -5,10 +5,10 @@
 Shapes: R sequences of N tokens.
 """
 
-import ast
 import asyncio
 import contextlib
 import functools
+import re
 import runpy
 import sys
 import traceback
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.files import reading
+from common.files import read_text
 from common.process import UserError, one_line, require
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,11 +84,11 @@ class RewardFunction:
         except (Exception, SystemExit) as error:
             finding = one_line(error)
             if not isinstance(error, UserError):
-                place = traceback.extract_tb(error.__traceback__)[-1]
-                finding = (
-                    f"raised {type(error).__name__} at line {place.lineno} of {place.filename}: "
-                    f"{finding:.200}; correct it"
-                )
+                place = ""
+                for frame in traceback.extract_tb(error.__traceback__):
+                    if frame.filename == self.file:
+                        place = f" at line {frame.lineno} of {self.file}"
+                finding = f"raised {type(error).__name__}{place}: {finding:.200}; correct it"
             raise UserError(f"ERROR: reward_function={self.name}: {finding}") from None
 
 
@@ -123,22 +123,16 @@ def check_clashes(path: Path) -> None:
 
     Python would import ours in place of a file beside it, or of an installed package.
     """
-    with reading(path):
-        tree = ast.parse(path.read_bytes())
     folders = [str(path.resolve().parent), *sys.path]
     others = [folder for folder in folders if Path(folder).resolve() != ROOT]
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        for alias in node.names:
-            name = (getattr(node, "module", None) or alias.name).partition(".")[0]
-            ours = PathFinder.find_spec(name, [str(ROOT)])
-            theirs = PathFinder.find_spec(name, others)
-            require(
-                ours is None or theirs is None or theirs.origin is None,
-                f"{path} imports {name}, which is {theirs and theirs.origin} and also a module of "
-                "Crossover, which Python would import: rename it, or do without it",
-            )
+    for name in re.findall(r"^\s*(?:import|from)\s+(\w+)", read_text(path), re.MULTILINE):
+        ours = PathFinder.find_spec(name, [str(ROOT)])
+        theirs = getattr(PathFinder.find_spec(name, others), "origin", None)
+        require(
+            ours is None or theirs is None,
+            f"{path} imports {name}, which is {theirs} and also a module of Crossover, which "
+            "Python would import: rename it, or do without it",
+        )
 
 
 @functools.cache

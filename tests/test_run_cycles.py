@@ -29,7 +29,6 @@ from helpers import (
 
 import run_cycles
 from common.files import read_json
-from common.log import read_records
 from common.settings import parse_sections, read_config
 from cycles.ledger import Ledger
 from cycles.plan import Stage, make_plan
@@ -166,7 +165,7 @@ def test_a_stage_is_made_again_if_its_file_its_settings_or_its_inputs_changed(
 
 
 def test_a_run_that_is_made_again_shows_no_figures_of_the_one_before(copy, corpus, monkeypatch):
-    """Not even if it ends early. The seconds of stages that start over add up."""
+    """Not even if it ends early. The seconds of an interrupted stage are unknown."""
     config, out = copy
     config.write_text(config.read_text().replace("max_iters=4", "max_iters=3"))
     monkeypatch.setattr(Stage, "run", press_ctrl_c_later)
@@ -176,7 +175,7 @@ def test_a_run_that_is_made_again_shows_no_figures_of_the_one_before(copy, corpu
         assert "Run unfinished: 1 of 11 stages are finished." in page
         assert "its text is not measured yet" in page
         assert 'class="number"' not in page and "<td>policy" not in page
-    assert Ledger(out).records["natural_model_v1"]["seconds"] >= 0.4
+    assert "seconds" not in Ledger(out).records["natural_model_v1"]
 
 
 def press_ctrl_c_later(stage: Stage, **changes: Any) -> None:
@@ -225,7 +224,6 @@ def test_an_interrupted_run_goes_on(tmp_path, corpus):
     out = tmp_path / "out"
     state = out / "base_model_v1.resume"
     saved = None
-    seconds = 0.0
     for number, status in ((signal.SIGKILL, -9), (signal.SIGTERM, 130), (signal.SIGINT, 130)):
         options = as_arguments(options_of(corpus, out, controls=False))
         process = start(ROOT / "run_cycles.py", config, *options)
@@ -239,13 +237,10 @@ def test_an_interrupted_run_goes_on(tmp_path, corpus):
         (record,) = Ledger(out).records.values()
         assert record["name"] == "base_model_v1" and "figures" not in record
         saved = state.stat().st_mtime_ns
-        logged = read_records(out / "base_model_v1.jsonl")[-1]["seconds"]
-        assert seconds < logged <= record.get("seconds", logged) + 0.1
-        seconds = logged
     finished = loop(config, corpus, out, controls=False)
     assert finished.status == 0, finished.err
     assert "Resuming" in finished.out
-    assert Ledger(out).records["base_model_v1"]["seconds"] > seconds
+    assert Ledger(out).records["base_model_v1"]["seconds"] is None
     succeed("train", str(config), dataset=corpus, out_dir=tmp_path, device="cpu")
     expected = weights(tmp_path / "model_checkpoint.pt")
     assert_same_weights(weights(out / "base_model_v1.pt"), expected)
@@ -350,7 +345,7 @@ def test_all_faults_of_all_sections_are_reported_before_anything_is_made(tmp_pat
     config.write_text(CONFIG)
     options["train_grpo.reward_function"] = "no.py:f"
     line = refuse_in_one_line("run_cycles", str(config), **options)
-    assert "reward_function=no.py:f: no.py cannot be read ([Errno 2] No such file" in line
+    assert "reward_function=no.py:f: no.py does not exist" in line
     assert not (tmp_path / "out").exists()
 
 
