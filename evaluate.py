@@ -40,7 +40,7 @@ from reward.user_function import RESERVED_ENDINGS
 from training import checkpoint as ckpt
 
 SEED = 42  # of samples
-MAX_CHARACTERS = 1 << 24  # of the natural texts that judge samples
+MAX_CHARACTERS = 1 << 24  # of each text that judges samples
 NUM_PASSAGES = 4
 PASSAGE_PROMPT_SHARE = 1 / 3  # of the context; the model writes the rest
 FRESH_PROMPTS = 128  # prompts whose completions a reward model reads
@@ -74,7 +74,7 @@ class EvaluateSettings(Settings):
     text: str | None = None
     """a UTF-8 text file: only find what the generator of reward_model_path wrote in it"""
     word_dataset: str | None = None
-    """with samples: the corpus of natural texts that judge them, with the dataset; None: only it"""
+    """with samples: corpus of natural text for judge and known words; None: the dataset"""
     output_path: str | None = None
     """also write the figures here, as JSON; with text: the page (None: TEXT.crossover.html)"""
     device: str = "auto"

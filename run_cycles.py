@@ -35,7 +35,7 @@ from common.settings import (
     read_config,
     setting,
 )
-from corpus.encode import Text, find_texts, prepare_corpus, titles_of
+from corpus.encode import Text, find_texts, prepare_corpus
 from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
 from cycles.ledger import Ledger
 from cycles.page import write_page
@@ -113,11 +113,7 @@ SECTIONS: dict[str, type[Settings]] = {
 
 
 def run_stages(plan: Sequence[Stage], ledger: Ledger, settings: CycleSettings) -> None:
-    """Make what is missing, in order.
-
-    End early by `perplexity_patience`, and after the evaluation of a policy that is a copy of the
-    generator.
-    """
+    """Make what is missing, in order; end early by `perplexity_patience`."""
     patience = settings.perplexity_patience or settings.num_cycles
     for stage in plan:
         if stage.kind == "reward_data":
@@ -135,8 +131,6 @@ def run_stages(plan: Sequence[Stage], ledger: Ledger, settings: CycleSettings) -
             ledger.write()
             write_page(ledger)
             raise
-        if stage.kind == "evaluation" and not ledger.finished("policy")[-1]["figures"]:
-            break
     ledger.about["outcome"] = "finished"
     ledger.write()
 
@@ -295,10 +289,6 @@ def main() -> None:
         "settings": asdict(settings),
         "task": sections["train_grpo"].reward_function or [],
         "sources": sources,
-        "titles": {
-            "dataset": titles_of(own, settings.dataset),
-            "natural_dataset": titles_of(natural, settings.natural_dataset),
-        },
         "planned": {stage.name: stage.needs for stage in plan},
         "finished": [],
         "outcome": "unfinished",

@@ -154,8 +154,9 @@ class TrainSettings(Settings):
             f"lr_schedule={self.lr_schedule}: decay_lr, min_lr and lr_decay_iters are for cosine: "
             "leave them out",
         )
-        impossible = GPTConfig(**self.new_shape()).problem() or ""
-        errors.check(not impossible, impossible, "Change --n_head or --n_embd")
+        if self.init_from in NO_CHECKPOINT:
+            impossible = GPTConfig(**self.new_shape()).problem() or ""
+            errors.check(not impossible, impossible, "Change --n_head or --n_embd")
 
     def new_shape(self) -> dict[str, Any]:
         """Return the fields of GPTConfig that give a new model its shape."""
@@ -224,7 +225,7 @@ def run(settings: TrainSettings) -> dict[str, Any]:
         check_compiler(ranks.device)
 
     # the run, and its model: that of the saved state or of the checkpoint, or a new one
-    run = Run(output, settings, corpus.record, ranks)
+    run = Run(output, settings, {**corpus.record, **settings.new_shape()}, ranks)
     run.start_tracker(settings, settings.wandb_project, settings.wandb_run_name)
     if run.is_resumed:
         with run.reading():

@@ -251,7 +251,8 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
 
     def evaluate(num_steps: int, figures: dict[str, Any]) -> None:
         """Evaluate natural loss and fresh text; keep the best policy that exceeds no cap."""
-        evaluation = evaluate_policy(policy, scorer, corpus, settings.seed)
+        with training.saving_on_error(num_steps, scorer.functions):
+            evaluation = evaluate_policy(policy, scorer, corpus, settings.seed)
         stops.update(evaluation)
         if not stops.broken_cap:
             value = selection_value(evaluation, num_steps)
@@ -259,15 +260,22 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
         training.log(num_steps, **figures, **evaluation)
         training.save(num_steps)
 
+    def is_due(num_steps: int) -> bool:
+        """Return whether an evaluation follows a step."""
+        is_last = num_steps == settings.max_steps or stops.reason() != ""
+        return is_last or num_steps % settings.eval_interval == 0
+
     if not training.is_resumed:
         evaluate(0, {})
+    elif scorer.functions and best.at < training.step and is_due(training.step):
+        evaluate(training.step, {})  # which failed in the run before
 
     for step in training.steps(settings.max_steps, stops.reason):
         # Sample: complete P prompts G times: ids (R, N), mask (R, N - 1), log pi_old (R, N - 1).
         # With prefixes=natural take natural text; then log pi_old is NaN and not used.
         rollouts = sample(policy, corpus.train, settings.prefixes, P, G, settings.seed, step + 1)
         # Score: log q and log(m / q) of tokens (R, N - 1); P(natural) and functions of rows (R,).
-        with training.saving_on_error(step):  # of a user's function
+        with training.saving_on_error(step, scorer.functions):
             scores = scorer(rollouts.ids, rollouts.mask, keep_hidden=settings.credit == "exact")
         # Compare sampled rewards within groups: (R, N - 1). Exact credit adds nothing to them: it
         # compares next tokens in add_gradients.
@@ -293,8 +301,7 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
         # Evaluate from time to time, and at the end.
         training.bar.set_postfix(loss=f"{figures['loss']:.3f}", refresh=False)
         num_steps = step + 1
-        is_last = num_steps == settings.max_steps or stops.reason() != ""
-        if is_last or num_steps % settings.eval_interval == 0:
+        if is_due(num_steps):
             evaluate(num_steps, figures)
         else:
             training.log(num_steps, quiet=True, **figures)

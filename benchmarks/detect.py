@@ -79,6 +79,8 @@ class DetectSettings(Settings):
         """Check that there is one model."""
         is_one = (self.model_path is None) != (self.generator is None)
         errors.check(is_one, "one of model_path and generator is required")
+        has_text = self.generator is None or self.text is not None
+        errors.check(has_text, "generator needs text: pass natural text with --text")
 
 
 def main() -> None:

@@ -48,7 +48,11 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder next to `path` to write to. On success it replaces the folder `path`."""
+    """Yield a folder next to `path` to write to. On success it replaces the folder `path`.
+
+    The earlier folder is next to it, with the ending .earlier, for the moment of the exchange.
+    """
+    path = path.resolve()
     partial = path.with_name(f".{path.name}.partial")
     earlier = path.with_name(f".{path.name}.earlier")
     if earlier.exists() and not path.exists():  # a process was killed between the two renames

@@ -48,7 +48,8 @@ def explaining(problem: str, way_out: str, kind: type[UserError] = UserError) ->
 
 def interrupt(number: int, frame: Any) -> None:
     """Handle an ending signal as Ctrl-C, once."""
-    signal.signal(number, signal.SIG_IGN)
+    for each in ENDING_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

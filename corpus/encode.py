@@ -9,13 +9,11 @@ Several texts count as one joined text. It is cut into segments, each with the n
 a number of characters. A segment without a name is left out. Each segment is encoded by itself.
 """
 
-import glob
 import hashlib
 import itertools
 import os
 import re
 import shutil
-import string
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,7 +24,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from common.files import atomic_path, read_json, read_pieces, read_text, text_file
+from common.files import atomic_path, read_pieces, text_file
 from common.process import require
 from tokenization_manager import TokenizationManager
 
@@ -39,12 +37,10 @@ PART_CHARACTERS = 1 << 19
 # Text up to the last end of a word. Characters, GPT-2's tokens and learned tokens of a text do not
 # change if it is cut before the first space or newline after a word.
 WHOLE_WORDS = re.compile(r".*\S(?=[ \n])", re.DOTALL)
-TITLES_FILE = "titles.json"  # the works in train.bin
 # The vocabulary comes first: without it, the token files would be read as GPT-2's.
 CORPUS_FILES = (
     "meta.pkl",
     "tokenizer.json",
-    TITLES_FILE,
     "judge.bin",
     "test.bin",
     "val.bin",
@@ -92,10 +88,18 @@ def find_texts(paths: Sequence[str | Path], others: Sequence[Text] = ()) -> list
 def texts_below(folder: Path) -> list[Path]:
     """Return the *.txt and *.TXT files below a folder, sorted, without hidden files and folders.
 
-    Links to folders are followed.
+    Links to folders are followed, to each folder once.
     """
-    texts = glob.glob("**/*.[tT][xX][tT]", root_dir=folder, recursive=True)
-    return sorted(folder / name for name in texts)
+    texts = []
+    seen = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(place) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(place))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        texts += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted(path for path in texts if path.suffix.lower() == ".txt")
 
 
 def scan_text(path: Path) -> Text:
@@ -223,11 +227,13 @@ def prepare_texts(
     tokenizer: TokenizationManager,
     segments: Segments,
     block_size: int = 1,
+    copied: Sequence[Path] = (),
 ) -> int:
     """Encode texts into the token files of a folder, replace an earlier corpus, print sizes.
 
-    Return the number of tokens. Raise UserError, and write nothing, for texts that cannot be
-    encoded or are too short for a block.
+    copied: token files of another corpus that belong to this one, too. Return the number of tokens.
+    Raise UserError, and write nothing, for texts that cannot be encoded or are too short for a
+    block.
     """
     folder = Path(folder).absolute()
     require(
@@ -257,41 +263,24 @@ def prepare_texts(
                     "block",
                 )
         tokenizer.save(new)
-        # The earlier corpus stays until all files of the new one are whole.
-        found = [name for name in CORPUS_FILES if (new / name).exists()]
-        for name in found:
-            os.replace(new / name, folder / name)
-        for name in {*CORPUS_FILES}.difference(found):
+        for path in copied:
+            shutil.copyfile(path, new / path.name)
+        # The earlier corpus stays until all files of the new one are whole. Then the folder has no
+        # train.bin until all others are exchanged, so that no mixture of both is read.
+        for name in reversed(CORPUS_FILES):
             (folder / name).unlink(missing_ok=True)
+        for name in CORPUS_FILES:
+            if (new / name).exists():
+                os.replace(new / name, folder / name)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     return total
 
 
-def titles_of(texts: Sequence[Text], folder: str) -> list[str]:
-    """Return the titles of the user's texts, or else of the works in a corpus's train.bin.
-
-    A corpus of unknown texts has the name of its folder.
-    """
-    file = Path(folder, TITLES_FILE)
-    if texts:
-        return [text.path.stem for text in texts]
-    if not file.is_file():
-        return [Path(folder).name]
-    return [string.capwords(title) for title in read_json(file)]
-
-
 def prepare_corpus(folder: str) -> None:
-    """Run the prepare.py in a corpus's folder if its token files are missing.
-
-    Those are train.bin, val.bin, and judge.bin if prepare.py names this part; a corpus of an
-    earlier version lacks it.
-    """
+    """Run the prepare.py in a corpus's folder if its train.bin or val.bin is missing."""
     script = Path(folder, "prepare.py")
-    names = ["train.bin", "val.bin"]
-    if script.is_file() and '"judge"' in read_text(script):
-        names.append("judge.bin")
-    if all(Path(folder, name).is_file() for name in names):
+    if all(Path(folder, name).is_file() for name in ("train.bin", "val.bin")):
         return
     require(
         script.is_file(),

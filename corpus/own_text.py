@@ -4,12 +4,12 @@
 
 The last tenth of your text becomes test.bin, the tenth before it val.bin. The corpus of the natural
 texts has the same val.bin, test.bin and vocabulary. If the natural texts are long, their last tenth
-becomes judge.bin, which no model reads; if not, and yours is long, a tenth of the rest of yours.
+becomes judge.bin, which no model reads. If only your text is long, the last tenth of its training
+part does.
 The tokens are byte pairs learned from the training parts of both, or characters if your text would
 have too few tokens as byte pairs.
 """
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,8 @@ def make_corpora(
         )
     if natural:
         natural_folder = out / "natural_corpus"
-        prepare_texts(texts, natural_folder, chosen, natural_segments)
-        for name in shared:
-            shutil.copyfile(folder / name, natural_folder / name)
+        copied = [folder / name for name in shared]
+        prepare_texts(texts, natural_folder, chosen, natural_segments, copied=copied)
     return folder, natural_folder, num_tokens
 
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from common.files import hash_bytes, write_json, write_text
+from common.files import hash_bytes, write_text
 from common.packages import fetch_package
 from common.process import UserError, one_line, require
 from common.settings import Settings, parse_settings
 from corpus.encode import (
-    TITLES_FILE,
     find_texts,
     make_tokenizer,
     prepare_texts,
@@ -86,7 +85,6 @@ def prepare_works(
     else:
         tokenizer = TokenizationManager("tokenizer", tokenizer_folder)
     prepare_texts(texts, folder, tokenizer, segments)
-    write_json(folder / TITLES_FILE, parts["train"])
 
 
 def ensure_corpus(folder: Path) -> Path:

@@ -4,7 +4,6 @@ python run_cycles.py --config config/shakespeare_library_cpu.py
 """
 
 import json
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,10 +16,7 @@ import train
 import train_grpo
 import train_reward_model
 from common.device import random_stream
-from common.files import atomic_path
-from common.process import one_line, warn
 from reward import fit_reader
-from reward.scorer import UnpredictiveRewardError
 from training.run import hash_inputs
 
 NUM_SAMPLES = 300  # of each model, for the quality of its text, unless the section evaluate sets it
@@ -75,6 +71,8 @@ class Stage:
         """Return what determines the artefact: the settings, with hashes in place of inputs."""
         settings = asdict(self.settings)
         settings.update(hash_inputs(settings))
+        if self.script is train:
+            settings.update(self.settings.new_shape())
         for name in NOT_COMPARED:
             settings.pop(name, None)
         return dict(json.loads(json.dumps(settings)))  # JSON turns tuples into lists
@@ -83,17 +81,8 @@ class Stage:
         """Make the artefact, with some settings changed; return its figures.
 
         Those of evaluate.py are by the name of the model, natural_model if it is the user's own.
-        If train_grpo.py refuses the reward model, the policy is a copy of the generator and has no
-        figures.
         """
-        settings = replace(self.settings, **changes)
-        try:
-            figures: dict[str, Any] = self.script.run(settings)
-        except UnpredictiveRewardError as error:
-            warn(one_line(error))
-            with atomic_path(self.artefact) as partial:
-                shutil.copyfile(settings.base_model_path, partial)
-            return {}
+        figures: dict[str, Any] = self.script.run(replace(self.settings, **changes))
         if self.script is not evaluate:
             return figures
         by_name = {}

@@ -64,12 +64,11 @@ class Results:
     """What a run knows so far.
 
     models: those that are trained, in the order of the plan. cycle: the last one whose policy is
-    trained and evaluated, or 0. compared: the measured models of this cycle by their kinds,
-    "generator", "policy" and others. natural: the figures of natural text, named as those of a
-    model. Both are empty if cycle is 0. judge_text: see docs/reference.md; "" if not measured.
-    task: the names of the reward functions, joined by +, or "". is_copied: whether GRPO was
-    skipped, so that the policy is a copy of the generator. select_losses: of generator and natural
-    model, those that this run has trained, in nats per character of the select part.
+    evaluated, or 0. compared: the measured models of this cycle by their kinds, "generator",
+    "policy" and others. natural: the figures of natural text, named as those of a model. Both are
+    empty if cycle is 0. judge_text: see docs/reference.md; "" if not measured. task: the names of
+    the reward functions, joined by +, or "". select_losses: of generator and natural model, those
+    that this run has trained, in nats per character of the select part.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -80,11 +79,7 @@ class Results:
         for stage in [*ledger.finished("base"), *ledger.finished("natural_model")]:
             figures = stage["figures"]
             self.select_losses.append(figures["select_loss"] / figures["characters_per_token"])
-        policies = ledger.finished("policy")
-        trained = [policy["cycle"] for policy in policies if policy["figures"]]
-        self.is_copied = bool(policies) and not trained
-        evaluated = {stage["cycle"] for stage in ledger.finished("evaluation")}
-        self.cycle = max(evaluated.intersection(trained), default=0)
+        self.cycle = max((stage["cycle"] for stage in ledger.finished("evaluation")), default=0)
         self.models = read_models(ledger, self.cycle or 1)
         last = [model for model in self.models if model.figures and model.cycle == self.cycle]
         self.compared = {model.kind: model for model in last}

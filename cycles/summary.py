@@ -4,7 +4,6 @@ python run_cycles.py --text my_novel.txt --natural_text other_novels/
 """
 
 import math
-from pathlib import Path
 
 from cycles.results import BETTER, NO_DIFFERENCE, WORSE, Model, Results
 
@@ -59,36 +58,31 @@ def status(results: Results) -> str:
 
 
 def sentence(results: Results) -> str:
-    """Return what was learned from what, and what it gained.
+    """Return what GRPO changed.
 
     With a task, its reward decides, if its intervals before and after do not overlap.
     """
-    student = f"A model of {texts(results, 'dataset')}"
-    if results.is_copied:
-        return (
-            f"{student} did not learn by GRPO: its reward model is not shown to tell natural text "
-            "from generated text."
-        )
     if not results.cycle:
-        return f"{student} is to be trained with {teacher(results)}; its text is not measured yet."
+        return "The policy is not measured yet."
     generator = results.compared["generator"]
     policy = results.compared["policy"]
     if results.task:
-        result = "shows no gain in"
+        result = "No gain is shown in"
         if is_below(generator, policy, "fresh_function_reward"):
-            result = "learned"
-        changes = f"task reward {change(results, 'fresh_function_reward')}"
-        if before_and_after(results, "fresh_p_natural"):
-            changes += f", P(natural) {change(results, 'fresh_p_natural')}"
-        return f"{student} {result} {results.task}: {changes}."
-    learned = f"{student} was trained with {teacher(results)}"
-    is_better = generator.verdict("judge_loss") == BETTER
-    if is_better and is_below(policy, generator, "unknown_words"):
+            result = "GRPO raised"
+        return f"{result} the task reward of {results.task}."
+    if generator.verdict("judge_loss") != BETTER:
+        return "No gain in the text of the policy is shown."
+    if is_below(policy, generator, "unknown_words"):
         before, after = before_and_after(results, "unknown_words")
-        return f"{learned}: {after} of the words it writes are unknown, {before} before."
-    if is_better:
-        return f"{learned}: the judge's loss of its text fell {change(results, 'judge_loss')}."
-    return f"{learned}, but no gain in its text is shown."
+        return (
+            f"After GRPO, {after} of the words that the model writes are unknown, {before} before."
+        )
+    before, after = before_and_after(results, "judge_loss")
+    return (
+        "GRPO made the model's text better: its loss under a judge, a character n-gram model of "
+        f"natural text, fell from {before} to {after}."
+    )
 
 
 def is_below(model: Model, other: Model, name: str) -> bool:
@@ -98,39 +92,12 @@ def is_below(model: Model, other: Model, name: str) -> bool:
     return high < low
 
 
-def change(results: Results, name: str) -> str:
-    """Return what a figure was before GRPO and what it is after, as words."""
-    before, after = before_and_after(results, name)
-    return f"from {before} to {after}"
-
-
 def before_and_after(results: Results, name: str) -> list[str]:
     """Return a figure before and after GRPO as text, or [] if one of the two is not measured."""
     values = [results.compared[kind].figures.get(name) for kind in ("generator", "policy")]
     if None in values:
         return []
     return [format(value, NUMBERS[name][1]) for value in values]
-
-
-def teacher(results: Results) -> str:
-    """Return what the generator is trained with."""
-    settings = results.about["settings"]
-    if "natural_model_v1" in results.about["planned"]:
-        if settings["natural_dataset"] == settings["dataset"]:
-            return "another model of the same text"
-        return f"a model of {texts(results, 'natural_dataset', 'other ')}"
-    if settings["natural_model"]:
-        return f"the model {Path(settings['natural_model']).name}"
-    return "a reward model's scores"
-
-
-def texts(results: Results, name: str, kind: str = "") -> str:
-    """Return the title of the text that a model learns, or how many texts it learns."""
-    titles = results.about["titles"][name]
-    if len(titles) > 1:
-        return f"{len(titles)} {kind}texts"
-    title: str = titles[0]
-    return title
 
 
 def shortcomings(results: Results) -> str:

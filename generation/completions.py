@@ -105,7 +105,8 @@ class Completer:
         if memory is None:
             rows = min(DEFAULT_CPU_ROWS, DEFAULT_CPU_MB * 2**20 // bytes_per_row)
         else:
-            bytes_per_row += SAMPLING_BYTES * model.config.vocab_size
+            # Twice the keys and values: those of the prompts, of which there can be as many.
+            bytes_per_row = 2 * bytes_per_row + SAMPLING_BYTES * model.config.vocab_size
             rows = memory // 2 // bytes_per_row
         self.rows = max(1, rows)
 

@@ -85,8 +85,7 @@ def crossover_posterior(evidence: Tensor) -> Tensor:
 
 def crossover_quantile(posterior: Tensor, share: float) -> Tensor:
     """Return the smallest k (B,) with P(K <= k) >= share, from P(K = k) (B, T), k = 1, ..., T."""
-    num_below = (posterior.cumsum(1) < share).sum(1)
-    return (num_below + 1).clamp(max=posterior.size(1))
+    return (posterior.cumsum(1) < share).sum(1) + 1
 
 
 def passage_posterior(evidence: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.device import autocast
-from common.process import UserError, require, warn
+from common.process import require, warn
 from data_loader import Corpus
 from losses import mean_over_mask, scatter_to_mask, token_log_probs
 from metrics.intervals import MIN_BLOCKS, better_than_constant, format_figure
@@ -26,10 +26,6 @@ from training.checkpoint import (
     check_tokenizer,
     load_checkpoint,
 )
-
-
-class UnpredictiveRewardError(UserError):
-    """A reward model that is not shown to predict where its generator begins to write."""
 
 
 class Scores(NamedTuple):
@@ -155,7 +151,7 @@ def load_scorer(
 
 
 def check_skill(path: str, training: Mapping[str, Any], is_allowed: bool) -> None:
-    """Raise UnpredictiveRewardError, or warn if `is_allowed`, unless R2 is shown to be above 0.
+    """Raise UserError, or warn if `is_allowed`, unless R2 is shown to be above 0.
 
     training: its record.
     """
@@ -168,7 +164,6 @@ def check_skill(path: str, training: Mapping[str, Any], is_allowed: bool) -> Non
         "train_reward_model.py and a --natural_model_path that learned more natural text, on text "
         f"of at least {MIN_BLOCKS} blocks"
     )
-    if not is_allowed:
-        remedy = "or optimise what may be noise: --allow_unpredictive_reward True"
-        raise UnpredictiveRewardError(f"ERROR: {finding}, {remedy}")
+    remedy = "or optimise what may be noise: --allow_unpredictive_reward True"
+    require(is_allowed, f"{finding}, {remedy}")
     warn(finding)

@@ -8,22 +8,20 @@ Shapes: R sequences of N tokens.
 import asyncio
 import contextlib
 import functools
-import re
 import runpy
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.files import read_text
+from common.imports import check_clashes
 from common.process import UserError, one_line, require
 
-ROOT = Path(__file__).resolve().parents[1]
 RESERVED_ENDINGS = ("_low", "_high")  # of the ends of intervals: fresh_reward_NAME_low
 
 
@@ -67,7 +65,7 @@ class RewardFunction:
                 completion_ids=completions,
             )
             if asyncio.iscoroutine(returned):  # of an async function, as TRL awaits it
-                returned = asyncio.run(returned)
+                returned = asyncio.run_coroutine_threadsafe(returned, event_loop()).result()
             rewards = torch.as_tensor(returned, dtype=torch.float32, device="cpu").detach()
             require(
                 rewards.shape == ids.shape[:1] and bool(rewards.isfinite().all()),
@@ -118,21 +116,12 @@ def load_functions(
     return tuple(RewardFunction(name, decode, weight) for name, weight in pairs)
 
 
-def check_clashes(path: Path) -> None:
-    """Raise UserError if a Python file imports a name that is that of one of our modules, too.
-
-    Python would import ours in place of a file beside it, or of an installed package.
-    """
-    folders = [str(path.resolve().parent), *sys.path]
-    others = [folder for folder in folders if Path(folder).resolve() != ROOT]
-    for name in re.findall(r"^\s*(?:import|from)\s+(\w+)", read_text(path), re.MULTILINE):
-        ours = PathFinder.find_spec(name, [str(ROOT)])
-        theirs = getattr(PathFinder.find_spec(name, others), "origin", None)
-        require(
-            ours is None or theirs is None,
-            f"{path} imports {name}, which is {theirs} and also a module of Crossover, which "
-            "Python would import: rename it, or do without it",
-        )
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the loop of all async functions, in a thread, because a notebook has its own loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
 
 @functools.cache

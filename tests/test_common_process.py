@@ -74,27 +74,42 @@ SIGNALS = (signal.SIGINT, *process.ENDING_SIGNALS)
 
 
 def test_signals_wait_and_a_second_ctrl_c_does_not():
-    handlers = [signal.getsignal(number) for number in SIGNALS]
-    with flag_signals() as flagged:
-        for number in reversed(SIGNALS):
-            os.kill(os.getpid(), number)
-        assert flagged == list(reversed(SIGNALS))
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+    before = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
+    try:
+        with flag_signals() as flagged:
+            for number in reversed(SIGNALS):
+                os.kill(os.getpid(), number)
+            assert flagged == list(reversed(SIGNALS))
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert {signal.getsignal(number) for number in SIGNALS} == {signal.default_int_handler}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", process.ENDING_SIGNALS)
 def test_a_signal_ends_a_script_as_ctrl_c_does_unless_it_is_ignored(capsys, number):
     """As nohup ignores SIGHUP."""
-    before = signal.signal(number, signal.SIG_DFL)
+    handlers = {each: signal.signal(each, signal.SIG_DFL) for each in process.ENDING_SIGNALS}
+    cleaned = []
+
+    def main() -> None:
+        try:
+            os.kill(os.getpid(), number)
+        finally:  # is not interrupted
+            for each in process.ENDING_SIGNALS:
+                os.kill(os.getpid(), each)
+            cleaned.append(True)
+
     try:
-        status, _, err = end_of(lambda: os.kill(os.getpid(), number), capsys)
-        assert status == 130 and err.startswith("Interrupted. ")
+        status, _, err = end_of(main, capsys)
+        assert status == 130 and err.startswith("Interrupted. ") and cleaned
         signal.signal(number, signal.SIG_IGN)
         assert end_of(lambda: os.kill(os.getpid(), number), capsys)[0] == 0
     finally:
-        signal.signal(number, before)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
 
 
 def test_torchrun_is_refused_unless_the_script_can_have_several_ranks(monkeypatch, capsys):

@@ -17,7 +17,6 @@ from test_corpus_encode import tokens_of
 from common.files import hash_bytes
 from common.process import UserError
 from corpus import shakespeare
-from corpus.encode import titles_of
 from corpus.shakespeare import prepare_shakespeare, prepare_works
 
 WORKS = {
@@ -85,7 +84,6 @@ def test_works_go_to_the_parts_that_name_them(tmp_path, works, capsys):
     prepare_works(library, parts, vocab_size=300)
     assert "vocab size: 258" in capsys.readouterr().out
     assert tokens_of(library, "train", "val", "test") == ["aaaa\nbbbbb\n", "cc\n", "dzd"]
-    assert titles_of([], str(library)) == ["Othello", "Hamlet"]
     before = folder_bytes(library)
     prepare_works(library, {**parts, "judge": ["TIMON"]}, vocab_size=300)
     assert tokens_of(library, "judge") == ["yeye\n"]

@@ -127,7 +127,6 @@ def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
         (ledger.folder / "base_model_v2.jsonl").write_text(json.dumps(RECORD) + "\n")
     ledger.about = {
         "settings": settings,
-        "titles": {"dataset": ["Twelfth Night"], "natural_dataset": list("abcdefgh")},
         "task": [],
         "planned": {},
         "finished": [],
@@ -152,13 +151,8 @@ def results_of(out: Path | str = "nowhere", **changes) -> Results:
     return Results(make_ledger(out, **changes))
 
 
-LEARNED = "A model of Twelfth Night was trained with a model of 8 other texts"
-
-
 def gained(judge: float | None, unknown: float | None, loss: float, spread=0.02, **changes) -> str:
-    """Return the sentence about a policy with these figures, without its beginning; `changes` are
-    figures of all models.
-    """
+    """Return the sentence about a policy with these figures; `changes` are figures of all models."""
     models = copy.deepcopy(
         {**MODELS, "base_model_v2": evaluated(judge, unknown, loss, 0.5, spread)}
     )
@@ -167,28 +161,20 @@ def gained(judge: float | None, unknown: float | None, loss: float, spread=0.02,
             part = model["quality"] if name in model["quality"] else model
             part[name] = value
     results = results_of(evaluation_v2=models, controls_v2=None)
-    return sentence(results).removeprefix(LEARNED)
+    return sentence(results)
 
 
 def test_sentence_of_what_the_policy_gained():
     """The judge decides."""
-    assert gained(1.9, 0.141, 1.9) == ": 14.1% of the words it writes are unknown, 21.2% before."
-    fell = ": the judge's loss of its text fell from 2.49 to 1.90."
-    assert gained(1.9, 0.3, 1.9) == gained(1.9, None, 1.9) == fell
-    nothing = ", but no gain in its text is shown."
+    unknown = "After GRPO, 14.1% of the words that the model writes are unknown, 21.2% before."
+    assert gained(1.9, 0.141, 1.9) == unknown
+    assert gained(1.9, 0.3, 1.9) == gained(1.9, None, 1.9)
+    assert gained(1.9, 0.3, 1.9).endswith(
+        "a character n-gram model of natural text, fell from 2.49 to 1.90."
+    )
+    nothing = "No gain in the text of the policy is shown."
     assert gained(2.6, 0.1, 1.5) == gained(2.493, 0.1, 1.9) == gained(None, None, 1.9) == nothing
     assert gained(1.9, 0.1, 1.9, is_reached=False) == nothing  # unlike diversity
-
-
-def test_sentence_of_what_the_generator_learned_from():
-    ledger = make_ledger()
-    ledger.about["settings"]["natural_dataset"] = "data/plays"
-    assert "Night was trained with another model of the same text:" in sentence(Results(ledger))
-    ledger.about["finished"].remove("natural_model_v1")
-    del ledger.about["planned"]["natural_model_v1"]
-    assert "was trained with a reward model's scores:" in sentence(Results(ledger))
-    ledger.about["settings"]["natural_model"] = "hub/SmolLM2-135M"
-    assert "was trained with the model SmolLM2-135M:" in sentence(Results(ledger))
 
 
 def test_sentence_before_the_policy_is_measured():
@@ -196,14 +182,7 @@ def test_sentence_before_the_policy_is_measured():
     ledger.about["outcome"] = "failed in base_model_v2"
     assert headline(Results(ledger)) == [
         "Run failed in base_model_v2: 6 of 9 stages are finished.",
-        "A model of Twelfth Night is to be trained with a model of 8 other texts; "
-        "its text is not measured yet.",
-    ]
-    ledger = make_ledger()
-    ledger.records["base_model_v2"]["figures"] = {}
-    assert headline(Results(ledger)) == [
-        "A model of Twelfth Night did not learn by GRPO: its reward model is not shown to tell "
-        "natural text from generated text."
+        "The policy is not measured yet.",
     ]
 
 
@@ -266,22 +245,18 @@ def rewarded(reward: float) -> dict:
     return figures
 
 
-@pytest.mark.parametrize("reward, learned", [(0.875, "learned"), (0.5, "shows no gain in")])
+@pytest.mark.parametrize("reward, learned", [(0.875, "GRPO raised"), (0.5, "No gain is shown in")])
 def test_a_task(tmp_path, reward, learned):
-    """Its reward decides, by intervals that do not overlap; other figures stay. A later cycle
-    that did not train does not forget it.
-    """
+    """Its reward decides, by intervals that do not overlap; other figures stay."""
     measured = {"base_model_v1": 0.25, "natural_model_v1": 0.125, "base_model_v2": reward}
     models = {name: {**MODELS[name], **rewarded(value)} for name, value in measured.items()}
     controls = {name: {**model, **rewarded(0.75)} for name, model in CONTROLS.items()}
     changes = {"evaluation_v2": models, "controls_v2": controls, "reward_model_v1": None}
     ledger = make_ledger(tmp_path, **changes)
     ledger.about["task"] = ["my.py:short_lines", "my.py:no_e"]
-    add_stage(ledger, "base_model_v3", "policy", 2, {})
     results = Results(ledger)
     assert headline(results) == [
-        f"A model of Twelfth Night {learned} short_lines+no_e: task reward from 0.250 to "
-        f"{reward:.3f}, P(natural) from 0.25 to 0.61.",
+        f"{learned} the task reward of short_lines+no_e.",
         f"task reward of its text at temperature 1 (natural text: 0.500): 0.250 -> {reward:.3f}",
         "P(natural) of what it writes at temperature 1 (natural text: 0.93): 0.25 -> 0.61",
         "judge's loss of its text at natural diversity, nats per character (natural text: 1.81): "
@@ -289,7 +264,7 @@ def test_a_task(tmp_path, reward, learned):
     ]
     rows = comparison(results)
     rewards = ["0.250", "0.125", f"{reward:.3f}", "0.750", "0.750", "0.750"]
-    assert [row["task reward"].partition(" ")[0] for row in rows] == [*rewards, "-", "0.500"]
+    assert [row["task reward"].partition(" ")[0] for row in rows] == [*rewards, "0.500"]
     assert "distillation do not learn the task." in make_page(ledger)
 
 
@@ -449,6 +424,9 @@ def test_page(tmp_path):
     assert "The natural model has read the judge's text." in make_page(ledger)
     ledger.about["settings"]["natural_dataset"] = "data/plays"
     assert "All models have read the judge's text," in make_page(ledger)
+    del ledger.about["planned"]["natural_model_v1"]  # it is the user's own
+    ledger.about["finished"].remove("natural_model_v1")
+    assert "Models may have read the judge's text." in make_page(ledger)
 
 
 def test_page_with_missing_parts(tmp_path, capsys):

@@ -308,6 +308,7 @@ def test_cudnn_is_off_while_tokens_are_drawn(monkeypatch):
 def test_rows_follow_from_the_total_memory_of_a_gpu(monkeypatch):
     """For keys, values, and the logits while a token is drawn."""
     model = tiny_model()
-    row = KVCache.bytes_per_row(model, N) + completions.SAMPLING_BYTES * model.config.vocab_size
+    logits = completions.SAMPLING_BYTES * model.config.vocab_size
+    row = 2 * KVCache.bytes_per_row(model, N) + logits  # with the prompts' keys and values
     monkeypatch.setattr(completions, "total_memory", lambda device: 2 * 7.5 * row)
     assert Completer(model, N).rows == 7

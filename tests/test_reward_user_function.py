@@ -1,5 +1,6 @@
 """reward/user_function.py: a user's reward function is loaded, called, checked and trained with."""
 
+import asyncio
 import re
 import shlex
 import sys
@@ -53,7 +54,7 @@ def error_of(work) -> str:
     [
         ("mine.py", "must be FILE.py:NAME"),
         ("mine:score", "must be FILE.py:NAME"),
-        ("no_such.py:score", "no_such.py does not exist"),
+        ("no_such.py:score", "no_such.py cannot be read ([Errno 2]"),
     ],
 )
 def test_another_form_than_file_and_name(named, finding):
@@ -63,7 +64,7 @@ def test_another_form_than_file_and_name(named, finding):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("def score(:\n", "SyntaxError.*line 1"),
+        ("def score(:\n", "mine.py cannot be read .*line 1"),
         ("\nimport no_such_module\n", "ModuleNotFoundError at line 2 of"),
         ("import sys\nsys.exit('bye')\n", "SystemExit at line 2 of .*: bye"),
         ("score = 3\n", "has no function 'score'"),
@@ -111,8 +112,26 @@ def test_numbers_of_several_kinds(made, value):
     assert rewards.dtype == torch.float32 and not rewards.requires_grad
 
 
-def test_an_async_function_is_awaited(made):
-    assert made("async def score(**kwargs):\n    return [1, 2]\n")(IDS, MASK).tolist() == [1, 2]
+ASYNC = """
+import asyncio
+gate = asyncio.Semaphore(1)
+async def rate():
+    async with gate:
+        await asyncio.sleep(0.001)
+async def score(**kwargs):
+    await asyncio.gather(rate(), rate())
+    return [1, 2]
+"""
+
+
+def test_an_async_function_is_awaited_in_one_loop(made):
+    """Also within a notebook's."""
+    function = made(ASYNC)
+
+    async def call() -> list[float]:
+        return function(IDS, MASK).tolist()
+
+    assert function(IDS, MASK).tolist() == asyncio.run(call()) == [1, 2]
 
 
 @pytest.mark.parametrize("neighbour", ["metrics.py", "model.py", "evaluate/__init__.py"])
@@ -121,8 +140,9 @@ def test_a_name_that_is_also_that_of_our_module_is_refused(made, tmp_path, neigh
     (tmp_path / neighbour).parent.mkdir(exist_ok=True)
     (tmp_path / neighbour).touch()
     name = neighbour.partition("/")[0].removesuffix(".py")
-    line = error_of(lambda: made(f"def score(**kwargs):\n    import {name}\n"))
-    assert f"imports {name}, which is {tmp_path / neighbour} and also a module of Crossover" in line
+    (tmp_path / "helper.py").write_text(f"import os, {name}\n")
+    line = error_of(lambda: made("def score(**kwargs):\n    import helper\n"))
+    assert f"helper.py imports {name}: Crossover has a module of this name" in line
     made("from common.device import random_stream\ndef score(**kwargs): pass\n")  # ours only
 
 
@@ -171,7 +191,7 @@ def test_a_policy_learns_what_the_function_rewards(
     tmp_path, monkeypatch, corpus, generator, reward_model
 ):
     """Alone: no R2 and no P(natural); the records have its rewards. A run is resumed with the
-    same file only.
+    same file alone, and with the same modules beside it.
     """
     monkeypatch.setattr(stopping, "CAPS", {})
     (tmp_path / "letters.py").write_text(LETTERS)
@@ -212,7 +232,7 @@ def test_a_policy_learns_what_the_function_rewards(
     assert "reward_model_path was" in refuse_in_one_line(
         "train_grpo", **resumed, reward_model_path=reward_model
     )
-    (tmp_path / "letters.py").write_text(f"{LETTERS}\n")
+    (tmp_path / "the_letter.py").write_text("LETTER = 't'\n")
     assert "letters.py:share was" in refuse_in_one_line("train_grpo", **resumed)
 
 
@@ -222,28 +242,31 @@ calls = Path(__file__).with_suffix(".calls")
 def score(completions, **kwargs):
     count = int(calls.read_text()) + 1
     calls.write_text(str(count))
-    if count == 8:
+    if count == {number}:
         raise OSError("the server does not answer")
     return [text.count("e") for text in completions]
 """
 
 
-def test_the_state_before_a_step_is_saved_if_a_function_fails(tmp_path, corpus, generator):
-    """Without a failure the run ends in the same tensors."""
-    ends = []
-    for name, calls in (("whole", 10), ("failed", 0)):  # calls that were made already
-        (tmp_path / f"{name}.py").write_text(FAILS_ONCE)
-        (tmp_path / f"{name}.calls").write_text(str(calls))
-        path = tmp_path / f"{name}.pt"
-        options = {"base_model_path": generator, "dataset": corpus, "output_path": path}
-        options |= {**TINY_GRPO, "max_steps": 8, "eval_interval": 100}
-        options["reward_function"] = f"{tmp_path}/{name}.py:score"
-        if name == "failed":
-            line = refuse_in_one_line("train_grpo", **options)
-            assert line.endswith("the server does not answer; correct it")
-            out = succeed("train_grpo", **options, init_from="resume")
-            assert "at step 5" in out  # two calls were those of the start's evaluation
-        else:
-            succeed("train_grpo", **options)
-        ends.append(weights(path))
-    assert_same_weights(*ends)
+@pytest.mark.parametrize(("number", "step"), [(2, None), (6, 3), (7, 4), (10, 5)])
+def test_the_state_is_saved_if_a_function_fails(tmp_path, corpus, generator, number, step):
+    """Within a step that before it, within an evaluation that after its step; two calls are of each
+    evaluation. The corrected function ends in the tensors of a run without a failure.
+    """
+    path = tmp_path / "policy.pt"
+    options = {"base_model_path": generator, "dataset": corpus, "output_path": path}
+    options |= {**TINY_GRPO, "max_steps": 7, "eval_interval": 4}
+    options["reward_function"] = f"{tmp_path}/mine.py:score"
+    (tmp_path / "mine.calls").write_text("0")
+    (tmp_path / "mine.py").write_text(FAILS_ONCE.format(number=number))
+    line = refuse_in_one_line("train_grpo", **options)
+    assert line.endswith("the server does not answer; correct it")
+    (tmp_path / "mine.py").write_text(FAILS_ONCE.format(number=-1))
+    if step is None:  # nothing is lost
+        succeed("train_grpo", **options, overwrite=True)
+    else:
+        out = succeed("train_grpo", **options, init_from="resume")
+        assert f"at step {step}" in out and "mine.py:score failed in the run before: " in out
+    whole = {**options, "output_path": tmp_path / "whole.pt"}
+    succeed("train_grpo", **whole)
+    assert_same_weights(weights(path), weights(whole["output_path"]))

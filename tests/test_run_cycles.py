@@ -112,9 +112,8 @@ def test_artefacts_and_ledger(unbroken, corpus):
     assert found["base_model_v1"]["kl_now"] < 1e-9 < found["base_model_v2"]["kl_now"]
     page = (out / "report.html").read_text()
     lines = printed.splitlines()[-6:]
-    learned = f"A model of {corpus.name} was trained with another model of the same text"
     assert lines[0].startswith("Expect text that is hardly more natural: ")
-    assert lines[1] == f"{learned}, but no gain in its text is shown."
+    assert lines[1] == "No gain in the text of the policy is shown."
     assert f"<h1>{lines[1]}</h1>" in page
     assert f"-> {found['base_model_v2']['fresh_p_natural']:.2f}" in lines[2]
     assert lines[4:] == [f"Ledger: {out}/cycles.json", f"Page: {out}/report.html"]
@@ -173,7 +172,7 @@ def test_a_run_that_is_made_again_shows_no_figures_of_the_one_before(copy, corpu
         assert loop(config, corpus, out).status == 130
         page = (out / "report.html").read_text()
         assert "Run unfinished: 1 of 11 stages are finished." in page
-        assert "its text is not measured yet" in page
+        assert "The policy is not measured yet." in page
         assert 'class="number"' not in page and "<td>policy" not in page
     assert "seconds" not in Ledger(out).records["natural_model_v1"]
 
@@ -184,22 +183,21 @@ def press_ctrl_c_later(stage: Stage, **changes: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_unpredictive_reward_model_carries_the_generator_on(copy, corpus, made, monkeypatch):
-    monkeypatch.setattr("reward.scorer.better_than_constant", lambda r2_low: False)
+def test_an_unpredictive_reward_model_ends_the_run(copy, corpus, made, monkeypatch):
+    """Earlier stages are kept for a run that allows it."""
     config, out = copy
     text = config.read_text()
     config.write_text(text.replace("_reward=True", "_reward=False"))
-    finished = loop(config, corpus, out, num_cycles=3)
-    assert finished.status == 0, finished.err
-    assert Ledger(out).about["finished"] == NAMES[:6]
-    assert (out / "base_model_v2.pt").read_bytes() == (out / "base_model_v1.pt").read_bytes()
-    assert "did not learn by GRPO" in finished.out
+    with monkeypatch.context() as patch:
+        patch.setattr("reward.scorer.better_than_constant", lambda r2_low: False)
+        finished = loop(config, corpus, out)
+    assert finished.status == 2
+    assert "is not shown to predict where its generator begins to write" in finished.err
+    assert "failed in base_model_v2" in (out / "report.html").read_text()
     made.clear()
     config.write_text(text)
     assert loop(config, corpus, out).status == 0
-    # Earlier stages are kept, and so are the controls, which this run has again.
-    assert made == NAMES[4:6]
-    assert Ledger(out).records["base_model_v2"]["figures"]["steps"] > 0
+    assert made[0] == "base_model_v2"
 
 
 def test_a_stage_that_fails_ends_the_run(tmp_path, corpus):
@@ -345,7 +343,7 @@ def test_all_faults_of_all_sections_are_reported_before_anything_is_made(tmp_pat
     config.write_text(CONFIG)
     options["train_grpo.reward_function"] = "no.py:f"
     line = refuse_in_one_line("run_cycles", str(config), **options)
-    assert "reward_function=no.py:f: no.py does not exist" in line
+    assert "reward_function=no.py:f: no.py cannot be read ([Errno 2]" in line
     assert not (tmp_path / "out").exists()
 
 

@@ -100,6 +100,7 @@ def test_a_shape_that_equals_that_of_new_models_counts_as_given(options, tmp_pat
     cut = {**options, "init_from": start, "block_size": 128, "max_iters": 0}
     succeed("train", **cut)
     assert load_checkpoint(options["out_dir"] / "model_checkpoint.pt")["config"].block_size == 128
+    succeed("train", **{**cut, "out_dir": tmp_path / "same", "n_head": 2, "n_embd": 16})
     line = refuse_in_one_line("train", **{**cut, "out_dir": tmp_path / "other", "n_layer": 4})
     assert f"n_layer=4: {start} has n_layer=1: leave out --n_layer" in line
 

@@ -23,6 +23,7 @@ from helpers import (
 
 import train
 from common.files import load_state, save_state
+from common.imports import code_files
 from common.log import read_records
 from common.process import UserError
 from common.settings import Settings, setting
@@ -98,7 +99,7 @@ def test_only_the_run_that_wrote_a_state_reads_it(tmp_path):
     assert counts.made == [1, 2, 3, 4, 5, 6]
     for options, difference in (
         ({"lr": 0.2}, "lr was 0.1, now 0.2"),
-        ({"data": "def", "lr": 1}, "data was abc, now def; lr was 0.1, now 1"),
+        ({"data": "def", "lr": 1}, "lr was 0.1, now 1; data was abc, now def"),
     ):
         with pytest.raises(UserError, match=rf"a different run \({difference}.*--init_from CHECKP"):
             begin(path, init_from="resume", **options)
@@ -163,6 +164,22 @@ def test_train_goes_on_and_ends_in_the_same_tensors(monkeypatch, tmp_path, corpu
     line = refuse_in_one_line("train", **{**options, "init_from": "resume", "max_iters": 25})
     assert "max_iters=25: the learning rate of lr_schedule=cooldown is 0 from step 20 on" in line
     assert folder_bytes(tmp_path) == before
+
+
+def test_what_a_reward_function_imports_from_its_folder_is_an_input(tmp_path):
+    """Of each file and of each package, also within functions; other files are none of it."""
+    texts = {
+        "my.py": "import os, beside\ndef f():\n    from words.letters import E\n",
+        "beside.py": "import second",
+        "second.py": "import my",
+        "words/letters.py": "from . import *",
+        "other.py": "import beside",
+    }
+    (tmp_path / "words").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    found = [str(path.relative_to(tmp_path)) for path in code_files(tmp_path / "my.py")]
+    assert found == ["my.py", "beside.py", "words/letters.py", "second.py"]
 
 
 @pytest.mark.parametrize("damage", ["moments", "config", "best"])

@@ -19,6 +19,9 @@ from common.process import require
 # Share of the steps over which the learning rate falls linearly to 0, by schedule
 COOLDOWN = {"cooldown": 0.6, "linear": 1.0}
 
+# By device, of the matrices that Muon orthogonalises: torch has bfloat16 everywhere.
+MUON_DTYPES = {"cuda": torch.bfloat16}
+
 
 class Muon(torch.optim.Muon):
     """torch.optim.Muon with one update for all matrices of the same shape.
@@ -43,10 +46,10 @@ class Muon(torch.optim.Muon):
                 buffers.append(state.setdefault("momentum_buffer", torch.zeros_like(parameter)))
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
             directions = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))
-            if directions.device.type == "cuda":
-                directions = directions.bfloat16()
-            updates = orthogonalised(directions, group["ns_steps"], group["ns_coefficients"])
-            updates = updates.to(buffers[0].dtype)
+            dtype = MUON_DTYPES.get(directions.device.type, directions.dtype)
+            coefficients = group["ns_coefficients"]
+            updates = orthogonalised(directions.to(dtype), group["ns_steps"], coefficients)
+            updates = updates.to(directions.dtype)
             # Tall matrices take larger steps, as in torch.optim.Muon.
             learning_rate = group["lr"] * max(1.0, rows / columns) ** 0.5
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])

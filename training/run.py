@@ -3,19 +3,20 @@
     python train.py --config config/train_shakespeare.py --init_from resume
 
 The state (`.resume`) and the records (`.jsonl`) are stored next to the output and share its name.
-The state is saved at each evaluation and, on Ctrl-C or SIGTERM, after the current step. A resumed
-run of the same settings and inputs ends in the same tensors.
+The state is saved at each evaluation and, on Ctrl-C or another ending signal, after the current
+step. A resumed run of the same settings and inputs ends in the same tensors.
 """
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from common.distributed import ONE_RANK, Ranks
 from common.files import dataset_folder, hash_file, load_state, lock_output, reading, save_state
+from common.imports import code_files
 from common.log import RunLog, print0, progress, start_tracker
 from common.process import UserError, flag_signals, require
 from common.settings import differing_settings
@@ -25,6 +26,7 @@ RESUME_HINT = (
     "Continue with --init_from resume. If nothing was saved yet, run the same command again."
 )
 WAY_OUT = "to start over, pass --overwrite True without --init_from resume"
+FAILED = "failed"  # in a state, in place of the hash of a user's function
 INPUTS = (  # settings that name what a script reads
     "dataset",
     "train_bin",
@@ -54,7 +56,8 @@ def hash_inputs(settings: Mapping[str, Any]) -> dict[str, str]:
         if files:
             hashes[name] = " ".join(map(hash_model, files))
     for function in settings.get("reward_function") or ():
-        hashes[function] = hash_file(function.rpartition(":")[0])
+        files_of_function = code_files(Path(function.rpartition(":")[0]))
+        hashes[function] = " ".join(map(hash_file, files_of_function))
     return hashes
 
 
@@ -74,17 +77,18 @@ class Run:
     ) -> None:
         """Lock the output, and read the state of a run to resume; change no file.
 
-        settings: with init_from and overwrite. inputs: hashes of what the run reads, which a
-        resumed run must have in common. Raise UserError if a new run would replace an earlier one
-        without `overwrite`, or if the state is of another run.
+        settings: with init_from and overwrite. inputs: hashes of what the run reads, and other
+        values that a resumed run must have in common. Raise UserError if a new run would replace an
+        earlier one without `overwrite`, or if the state is of another run.
         """
         self.output = Path(output)
         self.state_path = self.output.with_suffix(".resume")
         self.ranks = ranks
-        self.identity = dict(inputs)
+        self.identity: dict[str, Any] = {}
         for member in fields(settings):
             if not member.metadata.get("changeable"):
                 self.identity[member.name] = getattr(settings, member.name)
+        self.identity.update(inputs)
         self.step = 0  # number of completed steps
         self.reason = ""  # why the loop ended
         self.parts: dict[str, Any] = {}
@@ -113,7 +117,11 @@ class Run:
         with self.reading():
             self.step = int(state["step"])
             self.saved = dict(state["parts"])
-            difference = differing_settings(state["identity"], self.identity)
+            known = state["identity"]
+            compared = {
+                name: now for name, now in self.identity.items() if known.get(name) != FAILED
+            }
+            difference = differing_settings(known, compared)
         require(
             not difference,
             f"{self.state_path} belongs to a different run ({difference}): choose another output; "
@@ -121,6 +129,8 @@ class Run:
             "(train_grpo.py: --base_model_path CHECKPOINT)",
         )
         print0(f"Resuming {self.state_path} at step {self.step}")
+        for name in self.identity.keys() - compared.keys():
+            print0(f"{name} failed in the run before: it may have changed")
 
     def start_tracker(self, settings: Any, project: str, name: str) -> None:
         """Send the records to the tracker of the settings, if they name one, as well.
@@ -170,12 +180,18 @@ class Run:
         raise KeyboardInterrupt
 
     @contextlib.contextmanager
-    def saving_on_error(self, step: int) -> Iterator[None]:
-        """Save the state after `step` steps if an error of the user's occurs within."""
+    def saving_on_error(self, step: int, functions: Sequence[Any]) -> Iterator[None]:
+        """Save the state after `step` steps, if any, when one of the user's functions fails within.
+
+        A run that is resumed from it may have corrected functions.
+        """
         try:
             yield
         except UserError:
-            self.save(step)
+            for function in functions:
+                self.identity[function.name] = FAILED
+            if functions and step > 0:
+                self.save(step)
             raise
 
     def save(self, step: int) -> None:
