@@ -3,15 +3,13 @@
     python evaluate.py --checkpoints logs/model_checkpoint.pt --dataset shakespeare
 
 In: generators' checkpoints and a folder with train.bin, val.bin and perhaps test.bin. Out: figures,
-printed and, with --output_path, as JSON. With --text and --reward_model_path: where the reward
-model's generator begins to write in a text, printed and as a page.
+printed and, with --output_path, as JSON.
 """
 
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -20,31 +18,28 @@ from torch import Tensor
 
 from common.device import float64, select_device
 from common.files import write_json
+from common.intervals import block_figures, block_means, format_figure
 from common.log import check_finite, format_metrics, print0
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
-from corpus.encode import encode_segments, scan_text
-from cycles.text_page import open_page, present_text, read_tokens
 from data_loader import Corpus, open_corpus, open_token_file, validation_part
-from generation.completions import Completer
-from generation.prompts import draw_prompts, spread_prompts
 from grpo.evaluation import EVAL_SAMPLES, measure_completions
-from losses import perplexity, text_losses, token_losses
+from lm import checkpoint as ckpt
+from lm.completions import Completer
+from lm.losses import perplexity, text_losses, token_losses
+from lm.prompts import draw_prompts, spread_prompts
 from metrics.calibration import fit_temperature
-from metrics.intervals import block_figures, block_means, format_figure
 from metrics.text_quality import TextQuality
 from model import GPT
-from reward.fit_reader import make_reader, reader_path
+from reading.page import read_tokens
 from reward.scorer import load_scorer
 from reward.user_function import RESERVED_ENDINGS
-from training import checkpoint as ckpt
 
 SEED = 42  # of samples
 MAX_CHARACTERS = 1 << 24  # of each text that judges samples
 NUM_PASSAGES = 4
 PASSAGE_PROMPT_SHARE = 1 / 3  # of the context; the model writes the rest
 FRESH_PROMPTS = 128  # prompts whose completions a reward model reads
-READING_OPTIONS = ("text", "reward_model_path", "output_path", "device")
 
 
 @dataclass
@@ -52,7 +47,7 @@ class EvaluateSettings(Settings):
     """Measure the loss of checkpoints, and the quality of their text at natural diversity."""
 
     checkpoints: tuple[str, ...] = setting((), model_file="optional")
-    """generators' checkpoints (required, except with text)"""
+    """generators' checkpoints (required)"""
     dataset: str = "shakespeare_char"
     """folder of train.bin and val.bin: a path, or a name below data/"""
     split: Literal["val", "train", "test"] = "val"
@@ -66,28 +61,20 @@ class EvaluateSettings(Settings):
     samples: int | None = setting(None, minimum=2)
     """also measure so many samples, at the temperature where they are as diverse as natural text"""
     reward_model_path: str | None = setting(None, model_file="optional")
-    """also P(natural) of fresh text, and its KL to the baseline; with text: what reads it"""
+    """also P(natural) of fresh text, and its KL to the baseline"""
     reward_function: tuple[str, ...] | None = None
     """also the rewards of that fresh text by FILE.py:NAME ...; the files are executed"""
     function_weight: tuple[float, ...] | None = None
     """weight of each reward function in their sum; None: 1 each"""
-    text: str | None = None
-    """a UTF-8 text file: only find what the generator of reward_model_path wrote in it"""
     word_dataset: str | None = None
     """with samples: corpus of natural text for judge and known words; None: the dataset"""
     output_path: str | None = None
-    """also write the figures here, as JSON; with text: the page (None: TEXT.crossover.html)"""
+    """also write the figures here, as JSON"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
 
     def check_settings(self, errors: Errors) -> None:
         """Note a part of a split that has none, and options that need others."""
-        if self.text is not None:
-            is_read = self.reward_model_path is not None
-            errors.check(is_read, "text needs a reward model: pass it with --reward_model_path")
-            names = [member.name for member in fields(self) if member.name not in READING_OPTIONS]
-            self.check_ignored(errors, names, "with text")
-            return
         remedy = "Pass the checkpoint with --checkpoints"
         errors.check(bool(self.checkpoints), "checkpoints is required", remedy)
         if self.split != "val":
@@ -119,11 +106,8 @@ def calculate_perplexity(
 
 
 def run(settings: EvaluateSettings) -> dict[str, Any]:
-    """Measure the checkpoints; return their figures by path. With a text: find generated text."""
+    """Measure the checkpoints; return their figures by path."""
     device = select_device(settings.device)
-    if settings.text is not None:
-        find_generated_text(settings.text, settings, device)
-        return {}
     corpus = open_corpus(settings.dataset, 2)
     split = corpus.folder / f"{settings.split}.bin"
     tokens = open_token_file(split, settings.split, corpus.tokenizer.vocab_size, 2)
@@ -179,30 +163,6 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     if settings.output_path is not None:
         write_json(settings.output_path, results)
     return results
-
-
-def find_generated_text(text_path: str, settings: EvaluateSettings, device: torch.device) -> None:
-    """Print what the reward model's generator wrote in a text, and write the page."""
-    path = str(settings.reward_model_path)
-    contents = ckpt.load_checkpoint(path)
-    reader = make_reader(contents, path, device)
-    tokenizer = ckpt.choose_tokenizer(contents, None)
-    text = scan_text(Path(text_path))
-    require(text.num_characters > 0, f"{text_path} is empty")
-    # Part by part: a tokenizer takes hundreds of bytes for a character while it encodes.
-    parts = encode_segments([text], [("text", text.num_characters)], tokenizer)
-    ids = np.concatenate([tokens for _, tokens in parts])
-    page = open_page(text_path, len(ids), settings.output_path)
-    reader.load(reader_path(path))
-    present_text(
-        page,
-        Path(text_path).name,
-        f"the generator of {path}",
-        ids,
-        tokenizer.decode,
-        reader.read(torch.from_numpy(ids).long()),
-        reader.describe(),
-    )
 
 
 def load_model(path: str, corpus: Corpus, device: torch.device, context: int | None) -> GPT:

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from common.device import autocast, total_memory
 from common.process import UserError
-from generation.completions import generate
-from generation.kv_cache import KVCache
-from generation.sampling import Sampling
+from lm.completions import generate
+from lm.kv_cache import KVCache
+from lm.sampling import Sampling
 
 REWARD_HEADS = ("last", "likelihood")
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # the argument `approximate` of nn.GELU
@@ -373,7 +373,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Continue ids (B, T) by `max_new_tokens`, or to a full block (None).
 
-        See generation.completions.generate.
+        See lm.completions.generate.
         """
         return generate(self, idx, max_new_tokens, Sampling(temperature, top_k), generator)
 

@@ -22,20 +22,20 @@ from common.process import require, run_main, warn
 from common.settings import parse_settings
 from corpus.encode import load_text
 from data_loader import data_record, evenly_spaced, open_token_file, text_rows
-from generation.completions import Completer, generate
-from generation.prompts import draw_crossovers
-from generation.sampling import Sampling
-from model import GPT, GPTConfig
-from reward_data_config import RewardDataConfig
-from reward_dataset_loader import FORMAT_VERSION
-from tokenization_manager import TokenizationInfo, TokenizationManager
-from training.checkpoint import (
+from lm.checkpoint import (
     build_model,
     check_splits,
     check_tokenizer,
     hash_model,
     load_checkpoint,
 )
+from lm.completions import Completer, generate
+from lm.prompts import draw_crossovers
+from lm.sampling import Sampling
+from model import GPT, GPTConfig
+from reward_data_config import RewardDataConfig
+from reward_dataset_loader import FORMAT_VERSION
+from tokenization_manager import TokenizationInfo, TokenizationManager
 
 CPU_BLOCKS = 64  # of a batch on a CPU, each with all its samples; a GPU takes as many as fit
 SAMPLING = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")

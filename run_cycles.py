@@ -42,15 +42,15 @@ from cycles.page import write_page
 from cycles.plan import Stage, make_plan
 from cycles.results import Results
 from cycles.summary import expectation, headline
+from detect import DetectSettings
 from evaluate import EvaluateSettings
-from reward.fit_reader import ReaderSettings
+from lm.checkpoint import load_checkpoint
 from reward.user_function import execute_file, load_functions
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager
 from train import FurtherTrainSettings, TrainSettings
 from train_grpo import GRPOSettings
 from train_reward_model import RewardModelSettings
-from training.checkpoint import load_checkpoint
 
 
 @dataclass
@@ -101,7 +101,7 @@ SECTIONS: dict[str, type[Settings]] = {
     "train_reward_model": RewardModelSettings,
     "train_grpo": GRPOSettings,
     "evaluate": EvaluateSettings,
-    "fit_reader": ReaderSettings,
+    "detect": DetectSettings,
     "control_plain": FurtherTrainSettings,
     "control_sampled": GRPOSettings,
     "control_distil": GRPOSettings,

@@ -16,10 +16,10 @@ from common.files import read_text
 from common.log import print0
 from common.process import require, run_main, warn
 from common.settings import Settings, parse_settings, setting
-from generation.completions import generate
-from generation.sampling import Sampling
+from lm.checkpoint import build_model, choose_tokenizer, load_checkpoint
+from lm.completions import generate
+from lm.sampling import Sampling
 from tokenization_manager import TokenizationManager
-from training.checkpoint import build_model, choose_tokenizer, load_checkpoint
 
 SEPARATOR = "\n---------------\n"
 

@@ -12,7 +12,7 @@ import io
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -315,6 +315,25 @@ class TokenizationManager(TokenizationInfo):
                 self.decode(ids)  # check the range
         return ids.astype(np.uint16)
 
+    def encode_with_ends(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a text as `encode` does, and the character that each ends before.
+
+        Both are (num_tokens,). A token that ends within a character has the place before or after
+        that.
+        """
+        require(self.method != "ids", "ids have no text: use a model with a tokenizer")
+        if self.method == "tokenizer":
+            with reading("the text", "use another tokenizer"):
+                (encoding,) = self._library.encode_batch([text], add_special_tokens=False)
+            ends = np.array([end for _, end in encoding.offsets], dtype=np.int64)
+            return np.array(encoding.ids, dtype=np.uint16), ends
+        ids = self.encode(text)
+        ends = np.arange(1, len(ids) + 1)
+        if self.method == "bpe":
+            _, starts = _gpt2_encoding().decode_with_offsets(ids.tolist())
+            ends = np.append(starts[1:], len(text))[: len(ids)]
+        return ids, ends
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of token ids. Incomplete characters of BPE become U+FFFD."""
         tokens = list(map(int, ids))
@@ -331,23 +350,3 @@ class TokenizationManager(TokenizationInfo):
             return self._library.decode(tokens, skip_special_tokens=False)
         assert self.chars is not None, self.method
         return "".join(self.chars[token] for token in tokens)
-
-
-def pieces(decode: Callable[[np.ndarray], str], ids: np.ndarray, ends: Iterable[int]) -> list[str]:
-    """Return the text of tokens (n,) in pieces, whole characters only.
-
-    decode: returns the text of tokens. ends: the number of tokens up to the end of each piece, in
-    ascending order, n last. A piece that ends within a character leaves this to the next piece.
-    """
-    whole = decode(ids)
-    texts = []
-    start = 0
-    for end in ends:
-        # Some tokenizers decode one unfinished character as several U+FFFD, with those before it.
-        text = decode(ids[:end])
-        while end < len(ids) and text.endswith("\ufffd"):
-            end -= 1
-            text = decode(ids[:end])
-        texts.append(whole[start : len(text)])
-        start = len(text)
-    return texts

@@ -30,10 +30,10 @@ from common.log import format_metrics, format_size, print0
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from data_loader import Corpus, get_batch, open_corpus
-from losses import measure_loss
+from lm import checkpoint as ckpt
+from lm.losses import measure_loss
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
-from training import checkpoint as ckpt
 from training import optimizers as optim
 from training.run import RESUME_HINT, Run
 

@@ -58,9 +58,9 @@ from grpo.sampled import (
     step_figures,
 )
 from grpo.stopping import Stops, selection_value
-from losses import mean_over_mask
+from lm.checkpoint import build_model, load_checkpoint, save_checkpoint
+from lm.losses import mean_over_mask
 from reward.scorer import RewardScorer, Scores, load_scorer, micro_batches
-from training.checkpoint import build_model, load_checkpoint, save_checkpoint
 from training.optimizers import Best, Schedule, make_optimizers, take_step
 from training.run import RESUME_HINT, Run, hash_inputs
 

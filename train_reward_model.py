@@ -8,7 +8,6 @@ validation blocks that selected nothing.
 Shapes: n sequences of N tokens, C channels.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,12 +20,18 @@ from common.device import random_stream, seed_step, select_device
 from common.log import RunLog, print0
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
+from lm import checkpoint
 from metrics.reward_skill import describe_skill, measure_skill
 from model import GPT
-from reward.heads import LastRewardModel, LikelihoodRewardModel, RewardModel, features_of
+from reward.heads import (
+    LastRewardModel,
+    LikelihoodRewardModel,
+    RewardModel,
+    features_of,
+    fit_natural_model,
+)
 from reward.mixture import fit_mixture
 from reward_dataset_loader import RewardDataset, open_splits, rows_by_part
-from training import checkpoint
 from training.optimizers import Best, make_optimizers, take_step
 
 WEIGHT_DECAY = 0.01  # of AdamW, for matrices
@@ -118,7 +123,11 @@ def run(settings: RewardModelSettings) -> dict[str, Any]:
     # model, and what its frozen part makes of the validation data
     natural = generator
     if settings.natural_model_path is not None:
-        natural = load_natural_model(settings.natural_model_path, base, metadata)
+        path = settings.natural_model_path
+        contents = checkpoint.load_checkpoint(path)
+        splits = ["val_sha256"]
+        checkpoint.check_splits(contents["data"], metadata, path, splits, is_allowed=True)
+        natural = fit_natural_model(contents, path, base)
     model = make_model(settings, natural, generator).to(device).eval()
     log = RunLog(output.with_suffix(".jsonl"))
     select_rows, report_rows = rows_by_part(val_set)
@@ -199,21 +208,6 @@ def train_head(
             break
     best.restore(head)
     return best.figures
-
-
-def load_natural_model(path: str, base: Mapping, metadata: Mapping) -> GPT:
-    """Return the natural model, cropped to the generator's block size.
-
-    Raise UserError unless it fits the generator (`base`) and the data (`metadata`).
-    """
-    contents = checkpoint.load_checkpoint(path)
-    model: GPT = checkpoint.build_model(contents, path)
-    checkpoint.check_splits(contents["data"], metadata, path, ["val_sha256"], is_allowed=True)
-    model.crop_block_size(min(model.config.block_size, base["config"].block_size))
-    model.pad_vocabulary(base["config"].vocab_size)
-    contents["config"] = model.config
-    checkpoint.check_fit(contents, base, path, "the generator")
-    return model
 
 
 def make_model(settings: RewardModelSettings, natural: GPT, generator: GPT) -> RewardModel:

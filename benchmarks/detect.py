@@ -24,19 +24,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.device import random_stream, select_device
+from common.device import random_stream
 from common.files import load_state, save_state, write_json
+from common.intervals import block_means, format_figure, mean_figures
 from common.log import format_metrics, print0, progress
 from common.process import run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from data_loader import evenly_spaced, open_corpus, open_token_file, validation_part
-from generation.prompts import draw_crossovers
-from interop.causal import CausalModel, CausalReader
-from interop.crossover_reward import load_model, load_tokenizer
-from metrics.intervals import block_means, format_figure, mean_figures
-from reward.fit_reader import make_reader
-from reward.mixture import minimize
-from reward.reader import (
+from detect import DetectSettings as ReadSettings
+from detect import open_checkpoint
+from lm.causal import CausalModel, load_model, load_tokenizer
+from lm.prompts import draw_crossovers
+from reading.causal import CausalReader
+from reading.posterior import crossover_posterior
+from reading.reader import (
     FIT_BLOCKS,
     SHOWN,
     expected_crossover,
@@ -44,8 +45,7 @@ from reward.reader import (
     parse_way,
     posterior_loss,
 )
-from reward.reading import WINDOWS, crossover_posterior
-from training import checkpoint as ckpt
+from reward.mixture import minimize
 
 OTHER_WAYS = ("0.9:0.95", "0.7:0.8")  # no method is fitted on them
 LENGTH = 64  # tokens of a block of a Hugging Face model's text
@@ -101,7 +101,7 @@ def main() -> None:
 def open_reader(settings: DetectSettings, path: Any) -> Any:
     """Return an unfitted reader of a model."""
     if settings.generator is None:
-        return make_reader(ckpt.load_checkpoint(path), path, select_device("auto"))
+        return open_checkpoint(path, ReadSettings()).reader
     tokenizer = load_tokenizer(path)
     model = CausalModel(load_model(path).eval(), len(tokenizer))
     return CausalReader(model, LENGTH, start=tokenizer(text="")["input_ids"])
@@ -204,7 +204,7 @@ def look_at(reader: Any, ids: Tensor) -> dict[str, Tensor]:
 @torch.no_grad()
 def look(reader: Any, ids: Tensor) -> dict[str, Tensor]:
     """Return each method's columns (n, T, C) of texts (n, T)."""
-    rows = progress("Reading samples", iterable=ids.to(reader.device).split(WINDOWS))
+    rows = progress("Reading samples", iterable=ids.to(reader.device).split(reader.rows))
     parts = [look_at(reader, part) for part in rows]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 

@@ -25,10 +25,10 @@ from benchmarks.compare import compare
 from common.device import select_device, select_dtype
 from common.process import run_main
 from common.settings import Settings, parse_settings, setting
-from generation.completions import Completer
-from generation.sampling import Sampling
+from lm.completions import Completer
+from lm.huggingface import their_model
+from lm.sampling import Sampling
 from model import GPT, GPTConfig
-from training.huggingface import their_model
 
 VOCAB_SIZE = 65
 SHAPES = {

@@ -27,8 +27,8 @@ from benchmarks.compare import as_words, compare, time_python
 from common.log import read_records
 from common.process import run_main
 from common.settings import Settings, parse_settings, setting
-from interop.crossover_reward import load_tokenizer
-from training.huggingface import import_optional
+from lm.causal import load_tokenizer
+from lm.huggingface import import_optional
 
 GROUP = 8
 CHARACTERS = string.ascii_letters + string.digits

@@ -43,11 +43,11 @@ from benchmarks.task_rewards import no_letter_e
 from common.files import read_json, write_json
 from common.process import run_main
 from common.settings import Settings, parse_settings, setting
-from generation.completions import Completions
-from interop.causal import complete
-from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
+from interop.crossover_reward import CrossoverReward
+from lm.causal import complete, load_model, load_tokenizer
+from lm.completions import Completions
+from lm.huggingface import import_optional
 from metrics.text_quality import TextQuality
-from training.huggingface import import_optional
 
 DROPPED = (6, 12, 18, 24)  # layers
 START_STEPS = 30  # of the start on text
@@ -119,7 +119,7 @@ def stop_in_time(seconds: float) -> Any:
 
 @dataclass
 class Completer:
-    """Completes rows, as generation.completions.Completer does."""
+    """Completes rows, as lm.completions.Completer does."""
 
     model: Any
 

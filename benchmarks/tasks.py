@@ -35,9 +35,9 @@ from common.process import require, run_main
 from common.settings import Settings, parse_settings, setting
 from data_loader import open_corpus
 from evaluate import EvaluateSettings, load_model, load_text_quality, measure_losses
-from generation.completions import Completer
+from lm.checkpoint import load_checkpoint
+from lm.completions import Completer
 from metrics.text_quality import Samples
-from training.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAY = "shakespeare_play"

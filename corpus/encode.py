@@ -183,6 +183,18 @@ def encode_segments(
         text = text[len(part) :]
 
 
+def word_parts(text: str) -> Iterator[str]:
+    """Yield a text in parts of PART_CHARACTERS or fewer, which end where a word ends."""
+    start = 0
+    while start < len(text):
+        part = text[start : start + PART_CHARACTERS]
+        words = WHOLE_WORDS.match(part)
+        if words is not None and start + len(part) < len(text):
+            part = words[0]
+        yield part
+        start += len(part)
+
+
 def load_text(
     data_path: str | Path, tokenizer: TokenizationManager, train_split: float = 0.9
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.intervals import MIN_BLOCKS
 from common.process import require, warn
 from corpus.encode import (
     Text,
@@ -23,7 +24,6 @@ from corpus.encode import (
     prepare_texts,
 )
 from data_loader import INTERVAL_CHARACTERS, open_corpus
-from metrics.intervals import MIN_BLOCKS
 from tokenization_manager import TokenizationManager
 
 # the settings file for your own texts

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from common.files import write_text
 from common.process import warn
+from common.rendering import render
 from cycles import summary, table
 from cycles.ledger import Ledger
 from cycles.pictures import draw_pictures
-from cycles.rendering import render
 from cycles.results import Results
 
 
@@ -29,6 +29,7 @@ def make_page(ledger: Ledger) -> str:
     results = Results(ledger)
     return render(
         "page.html",
+        __file__,
         name=ledger.folder.resolve().name,
         expectation=summary.expectation(results),
         status=summary.status(results),

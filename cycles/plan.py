@@ -10,13 +10,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import detect
 import evaluate
 import prepare_reward_data
 import train
 import train_grpo
 import train_reward_model
 from common.device import random_stream
-from reward import fit_reader
 from training.run import hash_inputs
 
 NUM_SAMPLES = 300  # of each model, for the quality of its text, unless the section evaluate sets it
@@ -31,14 +31,23 @@ ARTEFACTS = {  # what a stage of each kind makes: a file, or the folder of rewar
     "control_sampled": "control_sampled_v{next}.pt",
     "control_distil": "control_distil_v{next}.pt",
     "controls": "controls_v{next}.json",
-    "fit_reader": "reward_model_v{cycle}.reader.pt",
+    "reader": "reward_model_v{cycle}.reader.pt",
 }
+ONLY_FIT: dict[str, Any] = {  # options of detect.py without texts
+    "text": (),
+    "natural_text": (),
+    "generator": None,
+    "natural_model": None,
+    "meta_path": None,
+}
+OUTPUT_OPTIONS = {prepare_reward_data: "output_dir", detect: "reader_path"}  # else output_path
 # The settings that do not change what a stage makes
 NOT_COMPARED = (
     "out_dir",
     "checkpoint_name",
     "output_dir",
     "output_path",
+    "reader_path",
     "device",
     "overwrite",
     "tracker",
@@ -115,10 +124,8 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
         output = f"{settings.out_dir}/{name}"
         if script is train:
             options.update(out_dir=settings.out_dir, checkpoint_name=name)
-        elif script is prepare_reward_data:
-            options["output_dir"] = output
         else:
-            options["output_path"] = output
+            options[OUTPUT_OPTIONS.get(script, "output_path")] = output
         # With the seed of cycle 1, a later cycle would draw the same random numbers again.
         if cycle > 1 and hasattr(sections[section], "seed"):
             draw = random_stream(sections[section].seed, "cycle", cycle)
@@ -218,6 +225,6 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
             measured["checkpoints"] = tuple(controls)
             add(evaluate, "controls", cycle, **measured)
         if is_likelihood:
-            add(fit_reader, "fit_reader", cycle, model_path=reward_model, dataset=corpus)
+            add(detect, "reader", cycle, reward_model_path=reward_model, **ONLY_FIT)
         generator = policy
     return stages

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from common.intervals import mean_figures
 from cycles.ledger import Ledger, Record
-from metrics.intervals import mean_figures
 
 KINDS = {  # of models, by the kind of the stage that makes them
     "base": "generator",

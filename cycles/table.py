@@ -3,8 +3,8 @@
 python run_cycles.py --text my_novel.txt --natural_text other_novels/
 """
 
+from common.intervals import format_figure
 from cycles.results import BETTER, WORSE, Model, Results
-from metrics.intervals import format_figure
 
 # The columns: a figure and its form. Columns with VERDICT say what the policy is beside the model.
 VERDICT = "verdict"

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from common.intervals import mean_figures
 from data_loader import Corpus, validation_part
-from generation.prompts import Prompts, draw_prompts
 from grpo.rollouts import complete_prompts
 from grpo.sampled import kl_estimate, sequence_rewards
-from losses import measure_loss
-from metrics.intervals import mean_figures
+from lm.losses import measure_loss
+from lm.prompts import Prompts, draw_prompts
 from reward.scorer import RewardScorer
 
 EVAL_PROMPTS = 64

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from losses import scatter_to_mask
+from lm.losses import scatter_to_mask
 
 # Logits that exist at a time, with their graph: 64 MiB per copy. Smaller copies come from glibc's
 # heap, which kept growing: with 2,032 GPT-2 tokens the process took 2.3 GB at 2**23, 0.8 GB at

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from common.device import autocast
-from generation.completions import Completer
-from generation.prompts import Prompts, draw_prompts
+from lm.completions import Completer
+from lm.prompts import Prompts, draw_prompts
 
 
 class Rollouts(NamedTuple):

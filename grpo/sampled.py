@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo.rollouts import Rollouts
-from losses import mean_over_mask, scatter_to_mask, token_log_probs
+from lm.losses import mean_over_mask, scatter_to_mask, token_log_probs
 from reward.scorer import Scores
 from reward.user_function import RewardFunction
 

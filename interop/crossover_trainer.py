@@ -22,9 +22,9 @@ from trl.models.utils import _ForwardRedirection
 
 from common.device import without_cudnn_attention
 from common.process import require, warn
-from interop.causal import CausalModel
-from interop.crossover_reward import CrossoverReward, refuse_adapter
+from interop.crossover_reward import CrossoverReward
 from interop.exact_credit import check_logits, exact_terms
+from lm.causal import CausalModel, refuse_adapter
 
 # Plain sampling, the only one that the formulas score: values of GRPOConfig's fields. top_k=None
 # is another: with it transformers samples from the 50 likeliest tokens.

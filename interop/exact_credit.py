@@ -16,8 +16,8 @@ from trl.kernels import ChunkedLogProbFunction
 from common.device import total_memory
 from common.process import require
 from grpo.exact import divergence
-from interop.causal import CausalModel
-from losses import scatter_to_mask
+from lm.causal import CausalModel
+from lm.losses import scatter_to_mask
 from reward.posterior import completion_probabilities
 
 PIECE_LOGITS = 2**22  # logits of a piece on a CPU, 16 MiB in float32

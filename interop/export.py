@@ -12,8 +12,8 @@ from common.files import atomic_folder
 from common.log import print0
 from common.process import require, run_main
 from common.settings import Settings, parse_settings, setting
-from training.checkpoint import build_model, choose_tokenizer, load_checkpoint
-from training.huggingface import load_transformers, their_model
+from lm.checkpoint import build_model, choose_tokenizer, load_checkpoint
+from lm.huggingface import load_transformers, their_model
 
 END = "<|endoftext|>"  # the token that ends a text, if the vocabulary has it
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.device import float64
-from metrics.intervals import confidence_interval, format_figure
+from common.intervals import confidence_interval, format_figure
 
 
 def row_terms(prediction: Tensor, target: Tensor) -> Tensor:

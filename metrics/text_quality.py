@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from common.device import float64
-from generation.completions import Completer
-from generation.prompts import Prompts, spread_prompts
-from metrics.intervals import confidence_interval, mean_figures
+from common.intervals import confidence_interval, mean_figures
+from lm.completions import Completer
+from lm.prompts import Prompts, spread_prompts
 from metrics.judge import Judge
 from metrics.samples import count_unknown, words_of
 from tokenization_manager import TokenizationManager

@@ -37,10 +37,10 @@ from common.device import autocast
 from common.files import reading
 from common.log import progress
 from common.process import require
-from losses import MAX_LOG_RATIO, token_log_probs
+from lm.checkpoint import build_model, check_fit, load_weights
+from lm.losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig
 from reward.posterior import crossover_loss, natural_probabilities, natural_share
-from training.checkpoint import load_weights
 
 
 def log_mixture_ratio(log_ratios: Tensor, mixture: Tensor) -> Tensor:
@@ -165,12 +165,24 @@ def features_of(model: RewardModel, rows: np.ndarray) -> Tensor:
     return torch.cat(features)
 
 
+def fit_natural_model(contents: Any, path: str, base: Mapping[str, Any]) -> GPT:
+    """Return the natural model of a loaded checkpoint, cropped to the block size of a generator.
+
+    base: the loaded checkpoint of the generator. Raise UserError if the models do not fit.
+    """
+    model: GPT = build_model(contents, path)
+    model.crop_block_size(min(model.config.block_size, base["config"].block_size))
+    model.pad_vocabulary(base["config"].vocab_size)
+    check_fit({**contents, "config": model.config}, base, path, "the generator")
+    return model
+
+
 def build_reward_model(
     contents: Mapping[str, Any], path: str | Path = "", device: torch.device | str = "cpu"
 ) -> Any:
     """Return the RewardModel of a loaded checkpoint in evaluation mode.
 
-    contents: from training.checkpoint.load_checkpoint(path). Raise UserError if it is a generator.
+    contents: from lm.checkpoint.load_checkpoint(path). Raise UserError if it is a generator.
     """
     config = contents["config"]
     require(config.mode == "reward", f"{path} holds a generator, not a reward model")

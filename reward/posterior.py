@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from losses import at_least_float32
+from lm.losses import at_least_float32
 
 
 def crossover_log_posterior(evidence: Tensor) -> Tensor:

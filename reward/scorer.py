@@ -10,15 +10,10 @@ import torch
 from torch import Tensor
 
 from common.device import autocast
+from common.intervals import MIN_BLOCKS, better_than_constant, format_figure
 from common.process import require, warn
 from data_loader import Corpus
-from losses import mean_over_mask, scatter_to_mask, token_log_probs
-from metrics.intervals import MIN_BLOCKS, better_than_constant, format_figure
-from model import GPT
-from reward.heads import build_reward_model
-from reward.posterior import completion_probabilities
-from reward.user_function import RewardFunction, load_functions
-from training.checkpoint import (
+from lm.checkpoint import (
     build_model,
     check_fit,
     check_generator,
@@ -26,6 +21,11 @@ from training.checkpoint import (
     check_tokenizer,
     load_checkpoint,
 )
+from lm.losses import mean_over_mask, scatter_to_mask, token_log_probs
+from model import GPT
+from reward.heads import build_reward_model
+from reward.posterior import completion_probabilities
+from reward.user_function import RewardFunction, load_functions
 
 
 class Scores(NamedTuple):

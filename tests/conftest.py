@@ -167,6 +167,12 @@ def commands(corpus, generator, reward_data, reward_model) -> Callable[[Path], d
                 "output_path": out / "e.json",
                 "device": "cpu",
             },
+            "detect": {
+                "generator": generator,
+                "sampling": ["1"],
+                "reader_path": out / "x.reader.pt",
+                "device": "cpu",
+            },
             "sample": {
                 "checkpoint_path": generator,
                 "num_samples": 1,

@@ -25,9 +25,9 @@ import torch
 from common.log import read_records
 from common.settings import Settings
 from corpus.encode import load_text
+from lm.checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
-from training.checkpoint import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_MODEL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
@@ -70,7 +70,6 @@ evaluate = dict(samples=20)
 SETTINGS_OF = {
     "data/shakespeare/prepare": "corpus/shakespeare",
     "data/shakespeare_char/prepare": "corpus/shakespeare",
-    "interop/crossover_reward": "interop/read_text",
     "prepare_reward_data": "reward_data_config",
 }
 

@@ -50,7 +50,7 @@ def tests_of(file: str) -> list[str]:
     """Return the test files that import a file, with the one that is named after it first."""
     module = file.removesuffix(".py").replace("/", ".")
     named = f"test_{module.replace('.', '_')}.py"
-    of_folder = f"test_{module.partition('.')[0]}.py"  # as test_generation.py
+    of_folder = f"test_{module.partition('.')[0]}.py"  # as test_tokenization_manager.py
     paths = sorted(ROOT.glob("tests/test_*.py"), key=lambda path: (path.name != named, path))
     return [
         f"tests/{path.name}"

@@ -29,10 +29,11 @@ sys.path.insert(0, str(ROOT))
 
 from helpers import settings_of
 
-# Budgets only go down; one that rises needs a reason in its commit.
+# Budgets only go down; one that rises needs a reason in its commit. detect.py is not paid for yet:
+# the product is to have 40,219 nodes when the rules are fewer, tests 43,000.
 BUDGETS = {
-    "nodes of the product": 41_000,
-    "nodes of tests": 43_730,
+    "nodes of the product": 41_873,
+    "nodes of tests": 44_543,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
     "nodes per line": 5.8,
@@ -41,43 +42,54 @@ BUDGETS = {
     "walruses per 100 lines": 0.2,
     "conditional expressions per 100 lines": 2.0,
     "files at the root": 14,
-    "folders": 9,
+    "folders": 10,
     "options of train": 36,
     "options of train_grpo": 26,
     "options of train_reward_model": 14,
     "options of prepare_reward_data": 18,
     "options of run_cycles": 10,
-    "options of evaluate": 14,
+    "options of evaluate": 13,
     "options of sample": 9,
     "options of prepare_text": 8,
     "options of reward_dataset_loader": 1,
     "options of data/shakespeare_char/prepare": 0,  # those of every corpus
-    "options of interop/crossover_reward": 7,
     "options of interop/export": 3,
-    "options of reward/fit_reader": 5,
-    "options of all scripts": 151,
+    "options of detect": 11,
+    "options of all scripts": 149,
 }
-# Which modules a script may load, by folder or name. grpo in evaluate and
-# generation in reward_dataset_loader are not needed, but loaded today.
-MODEL = "common data_loader generation losses model tokenization_manager training "
+# Which modules a script may load, by folder or name. grpo in evaluate is not needed, but loaded
+# today.
+MODEL = "common data_loader lm model tokenization_manager "
 LOADS = {
     "run_cycles": (
         MODEL
-        + "corpus cycles evaluate grpo metrics prepare_reward_data reward "
-        + "reward_data_config reward_dataset_loader train train_grpo train_reward_model"
+        + "corpus cycles detect evaluate grpo metrics prepare_reward_data reading reward "
+        + "reward_data_config reward_dataset_loader train train_grpo train_reward_model training"
     ),
-    "train": MODEL + "metrics.intervals",
+    "train": MODEL + "training",
     "prepare_reward_data": MODEL + "corpus.encode reward_data_config reward_dataset_loader",
-    "train_reward_model": MODEL + "metrics reward reward_dataset_loader",
-    "train_grpo": MODEL + "grpo metrics reward",
-    "evaluate": (MODEL + "corpus.encode grpo metrics cycles.rendering cycles.text_page reward"),
+    "train_reward_model": MODEL + "metrics reward reward_dataset_loader training",
+    "train_grpo": MODEL + "grpo metrics reward training",
+    "evaluate": MODEL + "grpo metrics reading.page reading.posterior reward training",
+    "detect": MODEL + "corpus.encode metrics reading reward",
     "sample": MODEL,
     "prepare_text": "common corpus data_loader tokenization_manager",
-    "reward_dataset_loader": "common data_loader generation tokenization_manager",
+    "reward_dataset_loader": "common data_loader tokenization_manager",
 }
-DRAWING = re.search(
-    r"^```text\n(.*?)^```", (ROOT / "docs/development.md").read_text(), re.DOTALL | re.MULTILINE
-)[1]
+LAYERS = [
+    line.split()[0].strip("/")
+    for line in re.search(
+        r"^```text\n(.*?)^```",
+        (ROOT / "docs/development.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )[1].splitlines()
+]
+# Files at the root that are no scripts
+AT_ROOT = {
+    **dict.fromkeys(["model", "data_loader", "tokenization_manager"], "lm"),
+    **dict.fromkeys(["reward_dataset_loader", "reward_data_config"], "lm"),
+    "run_cycles": "cycles",
+}
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -174,38 +186,46 @@ def test_tricks_are_counted():
 # imports
 
 
-def places(drawing: str) -> dict[str, int]:
-    """Return the place of each module in the drawing of docs/development.md: 0 is the first of the
-    top line.
-    """
-    found: dict[str, int] = {}
-    for line in drawing.splitlines():
-        heading, *names = line.split()
-        folder = heading if heading.endswith("/") else ""  # else files at the root
-        for name in names:
-            found[f"{folder}{name}".replace("/", ".")] = len(found)
-    return found
+def layer_of(module: str) -> int:
+    """Return the place of a module's layer in the list of docs/development.md; 0 is the lowest."""
+    folder, _, name = module.rpartition(".")
+    if not folder:
+        folder = AT_ROOT.get(name, "scripts")
+    return LAYERS.index(folder.partition(".")[0])
 
 
-PLACES = places(DRAWING)
+MODULES = {module_of(path): path for path in CODE if folder_of(path) != "data"}
+
+
+def imports_of(module: str, tree: ast.AST) -> set[str]:
+    """Return the project's modules that a module imports, wherever in it."""
+    return imported_names(tree) & MODULES.keys() - {module}
 
 
 def upward_imports(module: str, tree: ast.AST) -> list[str]:
-    """Return what a module imports, wherever in it, that is not drawn below it."""
-    known = {*PLACES, "tests", "benchmarks", "config", "data", "helpers"}
-    imported = {name for name in imported_names(tree) if name in known or name.startswith(".")}
-    return sorted(name for name in imported if PLACES.get(name, -1) <= PLACES[module])
+    """Return what a module imports from a folder that the list has below its own."""
+    imported = imports_of(module, tree)
+    relative = [name for name in imported_names(tree) if name.startswith(".")]
+    return sorted([name for name in imported if layer_of(name) > layer_of(module)] + relative)
 
 
-def test_every_file_is_drawn_and_its_imports_are_drawn_below_it():
-    modules = {module_of(path): path for path in CODE if folder_of(path) != "data"}
-    assert {*modules, "data.NAME.prepare"} == set(PLACES)
-    for module, path in modules.items():
+def test_a_file_imports_from_its_own_layer_and_those_above_in_the_list():
+    for module, path in MODULES.items():
         assert upward_imports(module, parse(path)) == [], module
 
 
-def test_an_import_of_what_is_drawn_above_would_be_noticed():
-    source = "def f():\n    from train import main\nimport generation.sampling\nfrom common import files\nfrom . import z\n"
+def test_no_files_import_one_another_in_a_circle():
+    imported = {module: imports_of(module, parse(path)) for module, path in MODULES.items()}
+    while True:  # leave out what imports nothing that is left
+        free = {module for module, names in imported.items() if not names & imported.keys()}
+        if not free:
+            break
+        imported = {name: names for name, names in imported.items() if name not in free}
+    assert imported == {}
+
+
+def test_an_import_from_a_lower_layer_would_be_noticed():
+    source = "def f():\n    from train import main\nimport lm.sampling\nfrom common import files\nfrom . import z\n"
     assert upward_imports("model", ast.parse(source)) == [".", "..z", "train"]
 
 

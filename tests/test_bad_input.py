@@ -3,7 +3,7 @@ half-written file.
 
 pytest tests/test_bad_input.py
 
-Here: what the scripts do. All that can be wrong with a checkpoint: test_training_checkpoint.py;
+Here: what the scripts do. All that can be wrong with a checkpoint: test_lm_checkpoint.py;
 with token files: test_data_loader.py; with settings: test_common_settings.py.
 """
 
@@ -30,7 +30,7 @@ import prepare_reward_data
 import train
 import train_grpo
 import train_reward_model
-from training.checkpoint import load_checkpoint
+from lm.checkpoint import load_checkpoint
 
 MODEL_OPTION = {
     "prepare_reward_data": "model_path",

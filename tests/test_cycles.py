@@ -8,7 +8,6 @@ import html
 import json
 import re
 from pathlib import Path
-from unittest.mock import Mock
 
 import matplotlib
 import numpy as np
@@ -27,7 +26,8 @@ from cycles.pictures import draw_pictures, draw_progress
 from cycles.results import Results
 from cycles.summary import headline, sentence, shortcomings
 from cycles.table import comparison
-from tokenization_manager import TokenizationManager, pieces
+from reading.page import read_tokens
+from tokenization_manager import TokenizationManager
 
 HOSTILE = "</div><script>alert(1)</script>&\x00\ud800"
 CHARACTERS = 2.0  # per token
@@ -119,6 +119,7 @@ def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
         "text": ["plays"],
         "dataset": "data/plays",
         "natural_dataset": "lib",
+        "natural_text": [],
         "natural_model": None,
         "num_cycles": 1,
     }
@@ -376,17 +377,10 @@ def fall_back(ids: np.ndarray) -> str:
 
 
 @pytest.mark.parametrize("decode", [decode, fall_back])
-def test_pieces_of_characters_of_several_tokens(decode):
-    ids = np.frombuffer("a\u00e9\u20ac b".encode(), np.uint8)
-    expected = ["a", "", "\u00e9", "", "", "\u20ac", " ", "b"]
-    assert pieces(decode, ids, range(1, 9)) == expected
-    assert pieces(decode, ids, [4, 8]) == ["a\u00e9", "\u20ac b"]
-    assert pieces(decode, ids, [5, 8]) == ["a\u00e9", "\u20ac b"]
-    decoded = Mock(side_effect=decode)  # takes long for a long text
-    pieces(decoded, ids, [1, 8])
-    assert decoded.call_count == 3
-    # A row that begins and ends within a character
-    assert "".join(pieces(decode, ids[2:5], [1, 2, 3])) == decode(ids[2:5])
+def test_tokens_of_unfinished_characters_have_no_text(decode):
+    ids = torch.tensor(list("a\u00e9\u20ac b".encode()))
+    texts = [text for text, _ in read_tokens(None, decode, ids)]
+    assert texts == ["a", "", "\u00e9", "", "", "\u20ac", " ", "b"]
 
 
 def test_pieces_of_learned_tokens_lose_no_text():
@@ -394,7 +388,7 @@ def test_pieces_of_learned_tokens_lose_no_text():
 
     @given(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
     def lose_nothing(ids):
-        found = pieces(tokenizer.decode, np.array(ids), range(1, len(ids) + 1))
+        found = [text for text, _ in read_tokens(None, tokenizer.decode, torch.tensor(ids))]
         assert len(found) == len(ids)
         assert "".join(found) == tokenizer.decode(ids)
 

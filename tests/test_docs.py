@@ -55,7 +55,7 @@ SHRINK = {
     "evaluate": "--device cpu",
     "sample": "--max_new_tokens 20 --device cpu",
     "run_cycles": "--device cpu",
-    "fit_reader": "--device cpu",
+    "detect": "--device cpu",
 }
 # Options of every script and of run_cycles.py's stages; then of launchers, the example, the tests.
 KNOWN_OPTIONS = ["config", "section", "help", *SECTIONS]
@@ -158,9 +158,6 @@ def run_script(script: str, arguments: list[str]) -> None:
         small += ["--samples", "40"]
     if name == "train_grpo" and "--reward_model_path" in " ".join(arguments):
         small += ["--allow_unpredictive_reward", "True"]
-    if "--text" in arguments and name == "evaluate":  # a small run stops before its reader
-        options = "--dataset out/my_novel/corpus --model_path out/my_novel/reward_model_v1.pt"
-        run_script("reward/fit_reader.py", options.split())
     path = script if name.startswith("data/") else ROOT / f"{name}.py"
     lacks_package = name.startswith("interop/") and not importlib.util.find_spec("transformers")
     printed = io.StringIO()
@@ -182,7 +179,7 @@ def run_corpus(command: list[str]) -> SimpleNamespace:
 
 def run_stage(stage: Stage, **changes: object) -> dict[str, object]:
     """In place of Stage.run: a stage of run_cycles.py, made small."""
-    name = stage.script.__name__.rpartition(".")[2]
+    name = stage.script.__name__
     words = shlex.split(SHRINK[name])
     if name == "evaluate":
         words += ["--samples", "40"]
@@ -209,6 +206,7 @@ def make_folder(folder: Path) -> Path:
         "shakespeare/input.txt",
         "shakespeare_char/input.txt",
         "../my_novel.txt",
+        "../essay.txt",
         "../other_novels/a.txt",
     ):
         (folder / "data" / path).write_text(text * (4 if "my" in path else 1), encoding="utf-8")

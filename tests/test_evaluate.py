@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
-    as_arguments,
     make_checkpoint,
-    make_mixed_text,
     refuse,
     refuse_in_one_line,
     succeed,
@@ -22,9 +20,9 @@ from helpers import (
 from common.files import read_json
 from data_loader import open_corpus, validation_part
 from evaluate import calculate_perplexity
-from losses import text_losses
+from lm.checkpoint import build_model, load_checkpoint
+from lm.losses import text_losses
 from tokenization_manager import TokenizationManager
-from training.checkpoint import build_model, load_checkpoint
 
 
 def evaluate(tmp_path, **options) -> dict:
@@ -188,75 +186,3 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(
         "samples=1",
     ):
         assert f"ERROR: {said}" in message
-
-
-# --------------------------------------------------------------------------------------------------
-# where generated text begins
-
-
-@pytest.fixture
-def reading(tmp_path, corpus, generator, predictive_reward_model, monkeypatch):
-    """Options that read a text, of which the generator wrote the second half."""
-    monkeypatch.chdir(tmp_path)
-    make_mixed_text(tmp_path, corpus, generator)
-    return {"text": "mixed.txt", "reward_model_path": predictive_reward_model, "device": "cpu"}
-
-
-def test_the_beginning_of_generated_text_is_found(reading, corpus, tmp_path, monkeypatch):
-    shutil.copy(reading["reward_model_path"], "reward.pt")
-    reading["reward_model_path"] = "reward.pt"
-    succeed("reward.fit_reader", model_path="reward.pt", dataset=corpus, sampling="1")
-    lengths = []  # of the parts in which the text is encoded
-    encode = TokenizationManager.encode
-    monkeypatch.setattr(
-        TokenizationManager, "encode", lambda *args: lengths.append(len(args[1])) or encode(*args)
-    )
-    monkeypatch.setattr("common.files.CHUNK", 90)
-    monkeypatch.setattr("corpus.encode.PART_CHARACTERS", 100)
-    printed = succeed("evaluate", **reading)
-    assert sum(lengths) == 600 and max(lengths) < 200
-    place = int(re.search(r"wrote everything after character (\d+)", printed)[1])
-    low, high = map(int, re.search(r"interval: characters (\d+) to (\d+)", printed).groups())
-    assert low <= 300 <= high
-    assert abs(place - 300) < 20
-    page = (tmp_path / "mixed.crossover.html").read_text()
-    (shown,) = re.findall(r'<div class="text" dir="auto">(.*)</div>', page, re.DOTALL)
-    text = (tmp_path / "mixed.txt").read_text()
-    assert re.sub("<[^>]+>", "", shown) == f"{text[:place]}1{text[place:]}"
-    shades = [float(share) for share in re.findall(r"--p: ([\d.]+)", page)]
-    assert shades == sorted(shades, reverse=True)
-
-    (tmp_path / "inside.txt").write_text(text + (tmp_path / "natural.txt").read_text())
-    reading["text"] = "inside.txt"
-    printed = succeed("evaluate", **reading)
-    assert float(re.search(r"1\. after .*P.natural. ([\d.]+)", printed)[1]) < 0.1
-    reading["text"] = "natural.txt"
-    assert "no text of the generator of reward.pt is found." in succeed("evaluate", **reading)
-    assert 'id="k1"' not in (tmp_path / "natural.crossover.html").read_text()
-
-
-# Options, and what the error says.
-REFUSED = """
---reward_model_path None => text needs a reward model
---reward_model_path generator.pt => generator.reader.pt: fit one: python -m reward.fit_reader
---reward_model_path last.pt => the head of last.pt has no output per token
---samples 5 => samples is ignored with text
---output_path ./mixed.txt => the page would overwrite mixed.txt
---text . => . is a folder: pass one text file
---text gone.txt => gone.txt does not exist: pass an existing text file
---text zero.txt => zero.txt is empty
---text one.txt => has too few tokens (1)
---text zhe.txt => lacks the characters '\\u0416'
-"""
-
-
-@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
-def test_a_text_that_cannot_be_read_is_refused(reading, reward_model, generator, tmp_path, line):
-    (tmp_path / "generator.pt").symlink_to(generator)
-    (tmp_path / "last.pt").symlink_to(reward_model)
-    (tmp_path / "zero.txt").touch()
-    (tmp_path / "one.txt").write_text("a")
-    (tmp_path / "zhe.txt").write_text("\u0416")
-    options, said = line.split(" => ")
-    assert said in refuse("evaluate", *as_arguments(reading), *options.split())
-    assert not list(tmp_path.glob("*.html"))

@@ -21,9 +21,9 @@ from helpers import TINY_GRPO, TINY_TRAIN, succeed
 import train_grpo
 from common.device import random_stream
 from common.log import read_records
-from generation import completions
-from generation.sampling import Sampling
 from grpo import stopping
+from lm import completions
+from lm.sampling import Sampling
 
 GOLDEN = Path(__file__).parent / "data" / "golden_curves.json"
 STEPS = 30

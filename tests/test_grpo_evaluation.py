@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from data_loader import open_corpus
-from generation.prompts import draw_prompts
 from grpo import evaluation
 from grpo.rollouts import written_mask
 from grpo.stopping import Stops, selection_value
+from lm.checkpoint import build_model, load_checkpoint
+from lm.prompts import draw_prompts
 from reward.heads import LikelihoodRewardModel
 from reward.scorer import RewardScorer
-from training.checkpoint import build_model, load_checkpoint
 from training.optimizers import Best
 
 

@@ -20,7 +20,7 @@ from grpo.sampled import (
     token_advantages,
     token_rewards,
 )
-from losses import mean_over_mask
+from lm.losses import mean_over_mask
 from reward.scorer import Scores
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "grpo_losses.json").read_text())

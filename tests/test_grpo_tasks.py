@@ -14,11 +14,11 @@ from common.log import read_records
 from common.settings import parse_sections
 from data_loader import Corpus
 from grpo import stopping
-from losses import token_log_probs
+from lm.checkpoint import build_model
+from lm.losses import token_log_probs
 from reward.scorer import Scores
 from tokenization_manager import TokenizationManager
 from train_grpo import GRPOSettings
-from training.checkpoint import build_model
 
 WRITTEN = 8  # of 16 tokens the last 8 are always written: prompts are at most half the block
 

@@ -14,9 +14,10 @@ from helpers import ROOT
 from test_interop_trl_uses import make_trainer
 
 from common.process import UserError
-from interop.crossover_reward import CrossoverReward, load_tokenizer
+from interop.crossover_reward import CrossoverReward
+from lm.causal import load_tokenizer
+from lm.checkpoint import build_model, load_checkpoint
 from reward.heads import LikelihoodRewardModel
-from training.checkpoint import build_model, load_checkpoint
 
 pytestmark = pytest.mark.interop
 WEIGHT, C, G = 0.8, 8, 4

@@ -14,7 +14,8 @@ from test_interop_trl_uses import (
 )
 
 from common.process import UserError
-from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
+from interop.crossover_reward import CrossoverReward
+from lm.causal import load_model, load_tokenizer
 
 pytestmark = pytest.mark.interop
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from common.process import UserError
-from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
+from interop.crossover_reward import CrossoverReward
+from lm.causal import load_model, load_tokenizer
 
 pytestmark = pytest.mark.interop
 PROMPTS = ["One.", "A longer one", "three ", "Four"]
@@ -278,7 +279,7 @@ def test_a_use_of_grpotrainer_works(models, named, tmp_path, use):
 
 
 def test_cudnn_attention_is_off_in_generation_loss_and_backward(models, named, tmp_path):
-    from interop.causal import complete
+    from lm.causal import complete
 
     noted = []
 

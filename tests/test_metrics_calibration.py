@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from losses import token_losses
+from lm.losses import token_losses
 from metrics.calibration import fit_temperature
 from model import GPT, GPTConfig
 

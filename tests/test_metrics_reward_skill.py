@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
-from metrics import reward_skill as metrics
-from metrics.intervals import (
+from common.intervals import (
     better_than_constant,
     block_figures,
     mean_figures,
 )
+from metrics import reward_skill as metrics
 
 
 def r_squared(prediction, target, blocks=None) -> list[float | None]:

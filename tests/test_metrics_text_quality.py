@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from metrics.intervals import confidence_interval
+from common.intervals import confidence_interval
 from metrics.text_quality import (
     TEMPERATURES,
     DistinctPairs,

@@ -29,9 +29,9 @@ from hypothesis import strategies as st
 import prepare_reward_data as prep
 from common.process import UserError
 from corpus.encode import load_text
-from generation import completions
-from generation.completions import complete
-from generation.kv_cache import cache_dtype
+from lm import completions
+from lm.completions import complete
+from lm.kv_cache import cache_dtype
 from model import GPT, GPTConfig
 from reward_dataset_loader import RewardDataset
 from tokenization_manager import TokenizationInfo, TokenizationManager

@@ -11,10 +11,10 @@ import torch
 from torch.nn import functional as F
 
 from common.process import UserError
-from losses import MAX_LOG_RATIO
+from lm.checkpoint import check_fit, load_checkpoint, save_checkpoint
+from lm.losses import MAX_LOG_RATIO
 from model import GPT, GPTConfig
 from reward.heads import LikelihoodRewardModel, build_reward_model, log_mixture_ratio
-from training.checkpoint import check_fit, load_checkpoint, save_checkpoint
 
 N, V = 12, 5
 CONFIG = GPTConfig(block_size=N, vocab_size=V, n_layer=1, n_head=2, n_embd=16)

@@ -12,8 +12,8 @@ from helpers import TINY_GRPO, assert_same_weights, refuse_in_one_line, succeed,
 from common.log import read_records
 from common.process import UserError
 from grpo import stopping
+from lm.checkpoint import load_checkpoint
 from reward.user_function import RewardFunction, execute_file
-from training.checkpoint import load_checkpoint
 
 IDS = torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0]])
 MASK = torch.tensor([[False, True, True], [True, True, True]])

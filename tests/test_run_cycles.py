@@ -117,7 +117,7 @@ def test_artefacts_and_ledger(unbroken, corpus):
     assert f"<h1>{lines[1]}</h1>" in page
     assert f"-> {found['base_model_v2']['fresh_p_natural']:.2f}" in lines[2]
     assert lines[4:] == [f"Ledger: {out}/cycles.json", f"Page: {out}/report.html"]
-    heading = "##### 11 of 11, reward_model_v1.reader: fit_reader"
+    heading = "##### 11 of 11, reward_model_v1.reader: detect"
     assert f"{heading}; page so far: {out}/report.html" in printed
     before_cycle, _, _ = errors.partition("\n")
     assert before_cycle == f"WARNING: {lines[0]}"
@@ -253,7 +253,7 @@ def plan(tmp_path: Path, text: str = CONFIG + CONTROLS, words=(), **changes: Any
 
 
 def kinds(stages: Iterable[Stage]) -> list[str]:
-    return [stage.kind for stage in stages if stage.section not in ("evaluate", "fit_reader")]
+    return [stage.kind for stage in stages if stage.section not in ("evaluate", "detect")]
 
 
 CYCLE = ["reward_data", "reward_model", "policy"]

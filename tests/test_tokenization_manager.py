@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 import tokenization_manager
 from common.process import UserError
+from lm.checkpoint import check_tokenizer
 from model import GPTConfig
 from tokenization_manager import (
     MetaFileError,
     TokenizationManager,
     detect_method,
 )
-from training.checkpoint import check_tokenizer
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n"
 

@@ -28,10 +28,10 @@ from common.distributed import Ranks
 from common.log import read_records
 from common.settings import parse_sections, read_config
 from data_loader import read_windows, split_windows
-from losses import measure_loss, text_losses, token_losses
+from lm.checkpoint import build_model, load_checkpoint
+from lm.losses import measure_loss, text_losses, token_losses
 from tokenization_manager import TokenizationManager
 from train import TrainSettings
-from training.checkpoint import build_model, load_checkpoint
 
 MORE = {"batch_size": 8, "max_iters": 12, "eval_interval": 4, "warmup_iters": 2, "device": "cpu"}
 # every evaluation is worse than the start
@@ -274,7 +274,7 @@ def test_patience_ends_a_run(options):
 
 def test_an_evaluation_reads_a_fixed_subset_and_gives_its_interval(monkeypatch, tmp_path, corpus):
     """Of the 52 blocks of 4 tokens of the select part 12, evenly spaced."""
-    monkeypatch.setattr("losses.EVAL_TOKENS", 51)
+    monkeypatch.setattr("lm.losses.EVAL_TOKENS", 51)
     monkeypatch.setattr("data_loader.INTERVAL_CHARACTERS", 4)
     options = {
         **TINY_TRAIN,

@@ -36,12 +36,12 @@ from grpo import sampled as sampled_module
 from grpo import stopping
 from grpo.rollouts import Rollouts, sample
 from grpo.sampled import compute_advantages, step_figures
-from losses import token_log_probs
+from lm.checkpoint import build_model, load_checkpoint
+from lm.losses import token_log_probs
 from model import GPT, GPTConfig
 from reward.heads import LikelihoodRewardModel, build_reward_model
 from reward.scorer import RewardScorer, Scores
 from train_grpo import GRPOSettings, add_gradients
-from training.checkpoint import build_model, load_checkpoint
 
 FUNCTIONS = """
 short = lambda completions, **kwargs: [-len(text.split()) for text in completions]

@@ -24,12 +24,12 @@ from helpers import (
 
 from common.files import hash_file
 from common.log import read_records
+from lm.checkpoint import build_model, load_checkpoint, save_checkpoint
 from metrics.reward_skill import measure_skill
 from model import GPT
 from reward.heads import LikelihoodRewardModel, RewardModel, build_reward_model
 from reward.posterior import crossover_loss
 from reward_dataset_loader import RewardDataset
-from training.checkpoint import build_model, load_checkpoint, save_checkpoint
 
 LAST = {"head": "last", "max_epochs": 2}
 

@@ -20,7 +20,7 @@ from common.imports import code_files
 from common.log import RunLog, print0, progress, start_tracker
 from common.process import UserError, flag_signals, require
 from common.settings import differing_settings
-from training.checkpoint import hash_model
+from lm.checkpoint import hash_model
 
 RESUME_HINT = (
     "Continue with --init_from resume. If nothing was saved yet, run the same command again."

@@ -1,6 +1,6 @@
-"""Tests of losses.py: hand-computed values, gradients, and means over batches.
+"""Tests of lm/losses.py: hand-computed values, gradients, and means over batches.
 
-pytest tests/test_losses.py
+pytest tests/test_lm_losses.py
 """
 
 import math
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from losses import perplexity, token_log_probs, token_losses
+from lm.losses import perplexity, token_log_probs, token_losses
 from model import GPT, GPTConfig
 
 

@@ -1,6 +1,6 @@
-"""Tests of training/huggingface.py and interop/export.py: parity with transformers, damaged folders.
+"""Tests of lm/huggingface.py and interop/export.py: parity with transformers, damaged folders.
 
-    pytest tests/test_training_huggingface.py
+    pytest tests/test_lm_huggingface.py
 
 Tests marked `interop` need requirements-bench.txt, and are left out without it.
 """
@@ -17,10 +17,10 @@ from helpers import assert_same_weights, make_checkpoint, refuse_in_one_line, su
 
 from common.files import read_json
 from common.process import UserError
+from lm.checkpoint import build_model, find_model, load_checkpoint
+from lm.huggingface import download_model, read_folder, their_model
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
-from training.checkpoint import build_model, find_model, load_checkpoint
-from training.huggingface import download_model, read_folder, their_model
 
 EXPORT = "interop.export"
 SIZES = {"block_size": 32, "vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32}

@@ -1,6 +1,6 @@
 """Compute the evidence that tokens are natural rather than a model's, for many sampling settings.
 
-    python -m reward.fit_reader --model_path logs/reward_model.pt --dataset shakespeare
+    python detect.py --reward_model_path out/my_novel/reward_model_v1.pt
 
 The generator's distribution q_s under each sampling setting s (temperature, top-p, top-k) is known
 from its logits. With a natural model, natural text is the mixture m of a likelihood reward model.
@@ -10,7 +10,7 @@ Shapes: B texts of T tokens, V token ids, S sampling settings, F numbers of a to
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,21 @@ from common.log import format_metrics, print0, progress
 from common.process import explaining, require
 from common.settings import Errors
 from data_loader import evenly_spaced
-from generation.completions import Completer
-from generation.prompts import draw_crossovers
-from generation.sampling import Sampling
-from losses import token_log_probs
+from lm.completions import Completer
+from lm.losses import token_log_probs
+from lm.prompts import draw_crossovers
+from lm.sampling import Sampling
 from metrics.reward_skill import measure_skill
-from reward.heads import LikelihoodRewardModel, log_mixture_ratio
-from reward.mixture import minimize
-from reward.reading import (
+from reading.posterior import (
     TAIL,
-    WINDOWS,
     Reading,
     crossover_posterior,
     crossover_quantile,
     in_windows,
     read,
 )
+from reward.heads import LikelihoodRewardModel, log_mixture_ratio
+from reward.mixture import minimize
 
 # The sampling settings for which a reader is fitted, as TEMPERATURE:TOP_P:TOP_K
 WAYS = ("1", "0.8", "0.6", "1.2", "1:0.9", "0.7:0.9", "1:1:40", "0")
@@ -53,15 +52,10 @@ DESCRIBED = 4  # numbers that describe a text
 CHUNK = 2**20  # logits described at a time
 PENALTY = 1.0  # on the squared weights of hidden states
 MOST_UNUSUAL = 0.975  # quantile of the distances from texts of other blocks: near enough
-# Nats per token by which log-probabilities of one model may differ between two precisions
-MAX_DIFFERENCE = 0.05
-FITTED = ("learned", "log_scale", "mean", "std", "texts", "bound", "known")
+WINDOWS = 8  # texts, or windows of a text, that are read at a time, at most
+FITTED = ("learned", "log_scale", "mean", "std", "texts", "bound")
 SHOWN = ("r2", "mae_tokens", "median_tokens", "coverage", "width")
-# Of checkpoints; a Hugging Face model's reader is fitted to another --reader_path.
-WAY_OUT = (
-    "fit one: python -m reward.fit_reader --model_path MODEL --dataset ITS_CORPUS, or, for a "
-    "Hugging Face model, with another --reader_path"
-)
+WAY_OUT = "remove it, or pass another --reader_path, to fit a new one"
 
 
 def parse_way(text: str) -> Sampling:
@@ -169,7 +163,6 @@ class Reader:
     std: Tensor  # (F - S,)
     texts: Tensor  # (n, DESCRIBED): the mean standardized numbers of the fitted texts
     bound: Tensor | None  # (): the largest usual distance from these; None before the fit
-    known: Tensor  # (2,): see `probe`
     report_blocks = 64  # natural texts of the figures
     distinct: int | None = None  # crossovers of the samples; None: all
 
@@ -185,6 +178,7 @@ class Reader:
         self.log_scale = torch.zeros((), device=self.device, requires_grad=True)
         self.bound = None
         self.length = length
+        self.rows = min(WINDOWS, self.generator.rows_at_a_time())
         self.ways = tuple(ways)
         self.figures: dict[str, dict[str, Any]] = {}  # by sampling setting: see `measure`
 
@@ -254,11 +248,18 @@ class Reader:
     @torch.no_grad()
     def read(self, ids: Tensor) -> Reading:
         """Read a text of ids (n,)."""
-        numbers = in_windows(self.numbers, ids, self.length)[None].to(self.device)
-        evidence = self.evidence(numbers)[0]
+
+        def values(rows: Tensor) -> Tensor:
+            """Return evidence and the numbers that describe a text (B, T, S + DESCRIBED)."""
+            numbers = self.numbers(rows)
+            return torch.cat((self.evidence(numbers), numbers[..., :DESCRIBED]), -1)
+
+        found = in_windows(values, ids, self.length, self.rows)  # (n, S + DESCRIBED)
+        evidence, described = found.split((len(self.ways), DESCRIBED), 1)
         if self.bound is None:
             return read(evidence)
-        distance = torch.cdist(self.summary(numbers), self.texts).amin()
+        summary = self.summary(described[None].to(self.device))
+        distance = torch.cdist(summary, self.texts).amin()
         return read(evidence, bool(distance <= self.bound))
 
     def summary(self, numbers: Tensor) -> Tensor:
@@ -279,7 +280,7 @@ class Reader:
         K = torch.from_numpy(draw_crossovers(uniforms, self.length, self.distinct))
         ways = [parse_way(way) for way in self.ways]
         written = self.write(chosen.repeat(len(ways), 1), K, ways, int(draw.integers(2**31)))
-        rows = progress("Reading samples", iterable=torch.cat((chosen, written)).split(WINDOWS))
+        rows = progress("Reading samples", iterable=torch.cat((chosen, written)).split(self.rows))
         numbers = torch.cat([self.numbers(ids) for ids in rows])
         K = F.pad(K, (count, 0), value=self.length).to(self.device)
         return numbers, K, torch.arange(len(K), device=self.device) % count
@@ -306,7 +307,6 @@ class Reader:
         distances = torch.cdist(self.texts, self.texts)
         distances[block[:, None] == block] = torch.inf
         self.bound = distances.amin(1).quantile(MOST_UNUSUAL, interpolation="lower")
-        self.known = self.probe()
         self.measure(unseen)
 
     @torch.no_grad()
@@ -329,27 +329,29 @@ class Reader:
             f"{self.length} tokens with one crossover: {', '.join(errors)}."
         )
 
-    def probe(self) -> Tensor:
-        """Return the mean log p/q and log q (2,) of a few tokens, by which the models are known."""
-        return self.numbers(torch.arange(self.length)[None] % 2)[0, 1:, :2].mean(0)
-
-    def save(self, path: str | Path) -> None:
-        """Write what was fitted to a file."""
-        save_state(path, {name: getattr(self, name) for name in (*FITTED, "ways", "figures")})
+    def save(self, path: str | Path, fitted_on: Mapping[str, str]) -> None:
+        """Write what was fitted to a file. fitted_on: hashes of models and texts, by name."""
+        contents = {name: getattr(self, name) for name in (*FITTED, "figures")}
+        identity = {**fitted_on, "sampling": " ".join(self.ways)}
+        save_state(path, {**contents, "identity": identity})
         print0(f"Saved {path}")
 
-    def load(self, path: str | Path) -> None:
-        """Read what `save` has written; nothing is executed.
+    def load(self, path: str | Path, fitted_on: Mapping[str, str]) -> dict[str, str]:
+        """Read what `save` has written, and return its fitted_on; nothing is executed.
 
-        Raise UserError if the file is damaged, or if it was fitted to other models.
+        Raise UserError if the file is damaged, or was fitted on other models, texts or sampling
+        settings. fitted_on: as far as it is known.
         """
         contents = load_state(path, WAY_OUT)
         with reading(path, WAY_OUT):
             for name in FITTED:
                 setattr(self, name, contents[name].to(self.device))
-            self.ways = tuple(contents["ways"])
             self.figures = contents["figures"]
-            is_same = torch.allclose(self.probe(), self.known, rtol=0, atol=MAX_DIFFERENCE)
-            require(is_same, "it was fitted to other models")
+            identity = dict(contents["identity"])
             self.read(torch.arange(4) % 2)  # what it holds must fit together
             self.describe()
+        now = {**fitted_on, "sampling": " ".join(self.ways)}
+        others = [name for name in now if now[name] != identity.get(name)]
+        finding = f"{path} was fitted with another {', '.join(others)}"
+        require(not others, f"{finding}: pass another --reader_path, to fit a new one")
+        return identity

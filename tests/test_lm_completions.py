@@ -1,6 +1,6 @@
 """Tests of generation/: the cache against no cache, draws against exact probabilities, row limits.
 
-pytest tests/test_generation.py
+pytest tests/test_lm_completions.py
 """
 
 import math
@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from common.device import random_stream
 from common.process import UserError
-from generation import completions
-from generation.completions import Completer, Completions, complete, generate
-from generation.kv_cache import KVCache
-from generation.prompts import draw_crossovers
-from generation.sampling import Sampling, sample_tokens, sampling_distribution
+from lm import completions
+from lm.completions import Completer, Completions, complete, generate
+from lm.kv_cache import KVCache
+from lm.prompts import draw_crossovers
+from lm.sampling import Sampling, sample_tokens, sampling_distribution
 from model import GPT, GPTConfig
 
 N, V = 10, 13

@@ -1,7 +1,7 @@
 """Temperature, top-k, and tokens drawn from logits by inverting the distribution function at
 given uniforms.
 
-    python -c "import torch, generation.sampling as s; print(s.sampling_distribution(torch.ones(1,
+    python -c "import torch, lm.sampling as s; print(s.sampling_distribution(torch.ones(1,
     4), s.Sampling()))"
 
 Shapes: R rows, V token ids.

@@ -1,6 +1,6 @@
 """Checkpoints: files with the weights of a model, its config, its tokenizer and its history.
 
-    python -c "import training.checkpoint as c; print(c.load_checkpoint('logs/model.pt')['config'])"
+    python -c "import lm.checkpoint as c; print(c.load_checkpoint('logs/model.pt')['config'])"
 
 A checkpoint is a dict. All records but the first two may be None:
 
@@ -69,7 +69,7 @@ def find_model(name: str | Path) -> Path:
     """Return the file or folder of a model; download it if `name` is one of GPT-2's names."""
     if not is_hub_name(str(name)):
         return Path(name)
-    from training.huggingface import download_model  # only needed for such names
+    from lm.huggingface import download_model  # only needed for such names
 
     return download_model(str(name))
 
@@ -97,7 +97,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """
     path = find_model(path)
     if path.is_dir():
-        from training.huggingface import read_folder  # only needed for folders
+        from lm.huggingface import read_folder  # only needed for folders
 
         contents = read_folder(path)
     else:

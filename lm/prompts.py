@@ -1,6 +1,6 @@
 """Draw prompts from natural text, for models to complete.
 
-    python -c "from generation.prompts import *; print(draw_prompts(np.ones(9), 4, 1, 1, 0))"
+    python -c "from lm.prompts import *; print(draw_prompts(np.ones(9), 4, 1, 1, 0))"
 
 Shapes: P prompts, G completions of each, rows of N tokens.
 """
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from common.device import random_stream
 from data_loader import check_length, text_rows
-from generation.completions import Completer, Completions
-from generation.sampling import Sampling
+from lm.completions import Completer, Completions
+from lm.sampling import Sampling
 
 
 class Prompts(NamedTuple):

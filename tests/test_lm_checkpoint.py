@@ -1,6 +1,6 @@
-"""Tests of training/checkpoint.py: round trips, and bad or hostile files.
+"""Tests of lm/checkpoint.py: round trips, and bad or hostile files.
 
-pytest tests/test_training_checkpoint.py
+pytest tests/test_lm_checkpoint.py
 """
 
 import dataclasses
@@ -13,10 +13,10 @@ from helpers import ROOT, write_token_files
 
 from common.process import UserError
 from data_loader import data_record, open_corpus
+from lm import checkpoint as ckpt
 from model import GPT, GPTConfig
 from reward.heads import build_reward_model
 from tokenization_manager import TokenizationManager
-from training import checkpoint as ckpt
 
 CONFIG = GPTConfig(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=8)
 TOKENIZATION = TokenizationManager.from_text("hello world").to_record()

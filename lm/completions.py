@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from common.device import evaluating, total_memory, without_cudnn_attention
 from common.process import require
-from generation.kv_cache import KVCache
-from generation.sampling import Sampling, check_drawn, sample_tokens
+from lm.kv_cache import KVCache
+from lm.sampling import Sampling, check_drawn, sample_tokens
 
 DEFAULT_CPU_ROWS = 1024
 DEFAULT_CPU_MB = 1024

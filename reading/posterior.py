@@ -1,6 +1,6 @@
 """What evidence says of a text: where a model's own writing begins, and which passages it wrote.
 
-    python -c "import torch, reward.reading as r; print(r.read(torch.randn(9, 1)))"
+    python -c "import torch, reading.posterior as p; print(p.read(torch.randn(9, 1)))"
 
 Evidence is log m - log q_s of each token for S sampling settings s: its log-likelihood in natural
 text, less that in text of the generator, given the tokens before it. A text has one setting,
@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from common.device import float64
 from common.log import progress
 
-WINDOWS = 8  # read at a time
 # Of the posterior, on each side of a 95 % interval: a little less than 2.5 %, because texts differ
 # from those that calibrate it.
 TAIL = 0.02
@@ -43,11 +42,14 @@ class Reading:
     passages: list[tuple[int, int]]  # first token and end of what the generator wrote; may be none
     low: int  # the 95 % interval of K; n: the text is natural to its end
     high: int
+    way: int  # the likeliest sampling setting of what the generator wrote
     is_usual: bool  # whether the text is like those that the reader was fitted on
 
 
 @torch.no_grad()
-def in_windows(values: Callable[[Tensor], Tensor], ids: Tensor, length: int) -> Tensor:
+def in_windows(
+    values: Callable[[Tensor], Tensor], ids: Tensor, length: int, rows_at_a_time: int
+) -> Tensor:
     """Return values (n, ...) float32 of the tokens (n,) int64 of a text, on the CPU.
 
     values: maps ids (B, T) to values (B, T, ...), T at most `length`. A longer text is read in
@@ -59,7 +61,7 @@ def in_windows(values: Callable[[Tensor], Tensor], ids: Tensor, length: int) -> 
     step = max(1, length // 2)
     padded = F.pad(ids, (0, (length - n) % step))  # no token depends on those after it
     windows = padded.unfold(0, length, step)  # (W, length)
-    batches = progress("Reading the text", iterable=windows.split(WINDOWS))
+    batches = progress("Reading the text", iterable=windows.split(rows_at_a_time))
     of_windows = torch.cat([values(rows).cpu() for rows in batches])
     return torch.cat((of_windows[0], of_windows[1:, -step:].flatten(0, 1)))[:n]
 
@@ -89,7 +91,7 @@ def crossover_quantile(posterior: Tensor, share: float) -> Tensor:
 
 
 def passage_posterior(evidence: Tensor) -> tuple[Tensor, Tensor]:
-    """Return P(token is natural) (n,), and the log-likelihood () over that of natural text.
+    """Return P(token is natural) (n,), and log-likelihoods (S,) over that of natural text.
 
     The text (n, S) may switch between natural and written at each token, with the probability
     SWITCH_RATE; the first token is natural. Forward-backward algorithm (Rabiner, "A tutorial on
@@ -100,9 +102,8 @@ def passage_posterior(evidence: Tensor) -> tuple[Tensor, Tensor]:
     start[0] = 0.0
     forward = messages(emitted, start)
     backward = messages(emitted.flip(0), torch.zeros_like(start)).flip(0)
-    both = (forward + emitted + backward).logsumexp(-1)  # (n, 2)
-    log_likelihood = both[0].logsumexp(0) - math.log(evidence.size(1))
-    return both.softmax(-1)[:, 0], log_likelihood
+    both = forward + emitted + backward  # (n, 2, S)
+    return both.logsumexp(-1).softmax(-1)[:, 0], both[0].logsumexp(0)
 
 
 def messages(emitted: Tensor, start: Tensor) -> Tensor:
@@ -110,12 +111,13 @@ def messages(emitted: Tensor, start: Tensor) -> Tensor:
 
     emitted: (n, 2, S), log-likelihoods of the tokens. start: (2, S), what is known of the first.
     """
-    known = [start]
-    for likelihood in emitted[:-1]:
-        state = known[-1] + likelihood
+    known = torch.empty_like(emitted)
+    known[0] = start
+    for t in range(1, len(emitted)):
+        state = known[t - 1] + emitted[t - 1]
         stays = state + math.log1p(-SWITCH_RATE)
-        known.append(torch.logaddexp(stays, state.flip(0) + math.log(SWITCH_RATE)))
-    return torch.stack(known)
+        known[t] = torch.logaddexp(stays, state.flip(0) + math.log(SWITCH_RATE))
+    return known
 
 
 @torch.no_grad()
@@ -127,7 +129,8 @@ def read(evidence: Tensor, is_usual: bool = True) -> Reading:
     """
     evidence = float64(evidence)
     n = len(evidence)
-    within, log_likelihood = passage_posterior(evidence * PASSAGE_SCALE)
+    within, of_ways = passage_posterior(evidence * PASSAGE_SCALE)
+    log_likelihood = of_ways.logsumexp(0) - math.log(len(of_ways))
     log_no_switch = (n - 1) * math.log1p(-SWITCH_RATE)  # a priori
     # P(a switch), given the text; rounding may make it 0
     switches = -(log_no_switch - log_likelihood).expm1().clamp(max=-1e-12)
@@ -144,4 +147,5 @@ def read(evidence: Tensor, is_usual: bool = True) -> Reading:
     low, high, middle = (int(crossover_quantile(posterior, q)) for q in (TAIL, 1 - TAIL, 0.5))
     if len(passages) == 1 and passages[0][1] == n:
         passages = [(min(middle, n - 1), n)]
-    return Reading(natural, all_natural.item(), passages, low, high, is_usual)
+    way = int(of_ways.argmax())
+    return Reading(natural, all_natural.item(), passages, low, high, way, is_usual)

@@ -1,6 +1,6 @@
 """95% intervals hold the true value: a simulation with units of a default run.
 
-pytest tests/test_metrics_intervals.py
+pytest tests/test_common_intervals.py
 
 Units, such as blocks of text, are drawn from those in data/units.json, whose own figure is the true
 value. Skewed units are these times log-normal random numbers of mean 1, which leave it as it is.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.files import read_json
-from metrics.intervals import confidence_interval
+from common.intervals import confidence_interval
 from metrics.reward_skill import r_squared, r_squared_interval
 from metrics.text_quality import share_of_unknown
 

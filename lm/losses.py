@@ -17,9 +17,9 @@ from torch import Tensor
 
 from common.device import autocast, evaluating
 from common.distributed import ONE_RANK, Ranks
+from common.intervals import block_figures
 from common.log import progress
 from data_loader import Corpus, read_windows, split_windows, validation_part
-from metrics.intervals import block_figures
 
 # Bound of log-ratios between two models' probabilities, so that no single token decides.
 MAX_LOG_RATIO = 10.0

@@ -1,6 +1,6 @@
 """Keys and values of a GPT, kept between the passes of generation.
 
-    python -c "import torch, generation.kv_cache as k; print(k.cache_dtype(torch.nn.Linear(1, 1)))"
+    python -c "import torch, lm.kv_cache as k; print(k.cache_dtype(torch.nn.Linear(1, 1)))"
 
 Shapes: R rows, of which the first A are active; H heads of D channels; L layers; T new positions; S
 stored positions; N positions of a full row.

@@ -1,24 +1,22 @@
-"""Tests of reward/reading.py, reader.py and fit_reader.py: windows, posteriors by hand, a fit.
+"""Tests of reading/posterior.py and reader.py: windows, posteriors by hand, a fit.
 
-pytest tests/test_reward_reader.py
+pytest tests/test_reading_reader.py
 """
 
 import itertools
 import math
-import shutil
 
 import pytest
 import torch
-from helpers import refuse_in_one_line, succeed
+from helpers import succeed
 from torch.nn import functional as F
 
 from common.process import UserError
-from generation.sampling import Sampling, sampling_distribution
-from reward import reading as readings
-from reward.fit_reader import make_reader
-from reward.reader import measure_readings, parse_way, way_log_probs
-from reward.reading import in_windows, read
-from training.checkpoint import load_checkpoint
+from detect import DetectSettings, open_checkpoint
+from lm.sampling import Sampling, sampling_distribution
+from reading import posterior as readings
+from reading.posterior import in_windows, read
+from reading.reader import measure_readings, parse_way, way_log_probs
 
 
 def of_four(ids):
@@ -29,8 +27,8 @@ def of_four(ids):
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 12, 61, 200])
 def test_windows_give_every_token_its_longest_context(n):
     ids = torch.randint(100, (n,), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(in_windows(of_four, ids, 8), of_four(ids[None])[0])
-    contexts = in_windows(lambda rows: torch.arange(rows.size(1)).expand_as(rows), ids, 8)
+    assert torch.equal(in_windows(of_four, ids, 8, 2), of_four(ids[None])[0])
+    contexts = in_windows(lambda rows: torch.arange(rows.size(1)).expand_as(rows), ids, 8, 2)
     assert torch.equal(contexts[:8], torch.arange(n)[:8])
     assert all(4 <= context < 8 for context in contexts[8:])
 
@@ -70,7 +68,8 @@ def test_the_posterior_of_passages_by_enumeration(monkeypatch):
         weight = 0.1**switches * 0.9 ** (5 - switches) * written.exp().mean()
         natural += weight * (1 - is_written)
         total += weight
-    within, log_total = readings.passage_posterior(evidence)
+    within, of_ways = readings.passage_posterior(evidence)
+    log_total = of_ways.logsumexp(0) - math.log(len(of_ways))
     assert within.tolist() == pytest.approx((natural / total).tolist())
     assert log_total.exp().item() == pytest.approx(float(total))
     # Half of all texts are natural, and the others have a switch.
@@ -128,7 +127,9 @@ def test_log_probabilities_of_a_way_are_those_that_it_draws_from(way):
 
 def test_evidence_compares_m_with_each_way_of_sampling(predictive_reward_model):
     path = str(predictive_reward_model)
-    reader = make_reader(load_checkpoint(path), path, torch.device("cpu"), ("1", "0.5"))
+    reader = open_checkpoint(
+        path, DetectSettings(reward_model_path=path, sampling=("1", "0.5"), device="cpu")
+    ).reader
     model = reader.pair
     ids = torch.randint(9, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -147,31 +148,22 @@ def test_a_fit_reads_other_ways_of_sampling(
     kind, corpus, generator, predictive_reward_model, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    source = {"reward model": predictive_reward_model, "generator": generator}[kind]
-    shutil.copy(source, "model.pt")
-    options = {"model_path": "model.pt", "dataset": corpus, "device": "cpu"}
-    assert "sampling=hot" in refuse_in_one_line("reward.fit_reader", **options, sampling=["hot"])
-    read_text = {"text": "natural.txt", "reward_model_path": "model.pt", "device": "cpu"}
-    (tmp_path / "natural.txt").write_text((corpus / "input.txt").read_text()[:200])
-    assert "python -m reward.fit_reader" in refuse_in_one_line("evaluate", **read_text)
-    printed = succeed("reward.fit_reader", **options, sampling=["1", "0.5"])
+    path = str({"reward model": predictive_reward_model, "generator": generator}[kind])
+    option = {"reward model": "reward_model_path", "generator": "generator"}[kind]
+    options = {option: path, "device": "cpu", "reader_path": "x.reader.pt"}
+    printed = succeed("detect", **options, sampling=["1", "0.5"])
     assert "sampled at 0.5: r2" in printed
-    reader = make_reader(load_checkpoint("model.pt"), "model.pt", torch.device("cpu"))
-    reader.load("model.reader.pt")
-    assert list(reader.figures) == ["1", "0.5"] and reader.ways == ("1", "0.5")
+    settings = DetectSettings(**{option: path}, sampling=("1", "0.5"), device="cpu")
+    source = open_checkpoint(path, settings)
+    reader = source.reader
+    reader.load("x.reader.pt", {})
+    assert list(reader.figures) == ["1", "0.5"]
     assert reader.figures["0.5"]["coverage"] > 0.8 and reader.figures["0.5"]["width"] > 1
-
-    finished = succeed("evaluate", **read_text)
-    assert "on texts of 16 tokens" in finished and "is unlike those" not in finished
+    ids = torch.from_numpy(source.encode((corpus / "input.txt").read_text()[:200])[0]).long()
+    assert reader.read(ids).is_usual
     if kind == "reward model":
         assert reader.figures["0.5"]["r2"] > 0.3
-        (tmp_path / "natural.txt").write_text("." * 200)
-        assert "is unlike those that the reader was" in succeed("evaluate", **read_text)
-    changed = torch.load("model.pt")
-    name = "transformer.ln_f.weight" if kind == "generator" else "generator.transformer.ln_f.weight"
-    changed["model"][name] *= 3
-    torch.save(changed, "model.pt")
-    assert "it was fitted to other models" in refuse_in_one_line("evaluate", **read_text)
+        assert not reader.read(ids[:1].repeat(200)).is_usual
 
 
 def test_coverage_and_width_are_of_texts_that_the_generator_wrote():

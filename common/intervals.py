@@ -1,6 +1,6 @@
 """Compute 95% confidence intervals of means, and of functions of means, of independent units.
 
-python -c "import torch, metrics.intervals as i; print(i.mean_figures('x', torch.rand(99)))"
+python -c "import torch, common.intervals as i; print(i.mean_figures('x', torch.rand(99)))"
 """
 
 import math
@@ -27,7 +27,7 @@ def confidence_interval(
     of variance"). Each end is the farther one of two: that of Student's t interval, which misses
     too often on one side if the units are skewed, and that of the same interval with the skewness
     removed, which misses too often if a few units have an untypical skewness.
-    tests/test_metrics_intervals.py measures how often the interval holds the true value.
+    tests/test_common_intervals.py measures how often the interval holds the true value.
     """
     n = len(units)
     if n < MIN_BLOCKS:

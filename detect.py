@@ -1,0 +1,347 @@
+"""Find what a model wrote in texts.
+
+    python detect.py --text essay.txt folder/ --reward_model_path out/my_novel/reward_model_v1.pt
+    python detect.py --text essay.txt --generator HF_FOLDER --natural_text texts/
+
+In: texts and a model. The model is the generator of a likelihood reward model of ours, which holds
+a natural model, too. Or it is a checkpoint or a causal model of transformers. A reader is fitted
+where none is found: on natural text, or for our checkpoints on the corpus that their settings name.
+Out: what the model wrote in each text, printed, as a page and, with --output_path, as JSON; and the
+reader, beside the model. Without texts, only the reader.
+Packages for models of transformers: requirements-interop.txt.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.device import select_device
+from common.files import hash_bytes, read_text, write_json
+from common.log import print0, progress
+from common.process import UserError, explaining, one_line, require, run_main, warn
+from common.settings import Errors, Settings, parse_settings, setting
+from corpus.encode import Text, find_texts, texts_below, word_parts
+from data_loader import open_corpus, validation_part
+from lm import checkpoint as ckpt
+from reading.page import describe_passages, find_passages, write_page
+from reading.reader import WAYS, Reader, check_ways
+from reward.heads import LikelihoodRewardModel, build_reward_model, fit_natural_model
+
+LENGTH = 64  # tokens of the natural blocks and of the windows of a text, for models of transformers
+MIN_BLOCKS = 16  # of natural text; half of them give the reader's errors
+
+
+def is_checkpoint(name: str) -> bool:
+    """Return whether a name is that of a checkpoint's file, not of a model of transformers."""
+    return name.endswith(".pt") or Path(name).is_file()
+
+
+@dataclass
+class DetectSettings(Settings):
+    """Find what a model wrote in texts; fit the reader that this needs."""
+
+    file_first: ClassVar[bool] = False
+    text: tuple[str, ...] = ()
+    """UTF-8 files to read, or folders: all *.txt below them; none: only fit the reader"""
+    reward_model_path: str | None = setting(None, model_file="optional")
+    """reward_model_vN.pt of a run, with a likelihood head: the model looked for is its generator"""
+    generator: str | None = None
+    """instead: a checkpoint, or a folder or hub name of transformers"""
+    natural_model: str | None = None
+    """with generator: a natural model of the same tokens; None: read by the generator only"""
+    natural_text: tuple[str, ...] = ()
+    """natural text on which a reader is fitted, none of the texts to read: files, folders"""
+    meta_path: str | None = None
+    """meta.pkl or tokenizer.json; None: the checkpoint's tokenizer, else GPT-2's BPE"""
+    sampling: tuple[str, ...] = WAYS
+    """sampling settings to fit the reader for: TEMPERATURE, TEMPERATURE:TOP_P or
+    TEMPERATURE:TOP_P:TOP_K ..."""
+    reader_path: str | None = setting(None, suffix=".reader.pt")
+    """the reader; None: MODEL.reader.pt beside the model, or here for a hub name"""
+    output_dir: str | None = None
+    """folder of the pages; None: beside each text"""
+    output_path: str | None = None
+    """also write the figures of all texts here, as JSON"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps"""
+
+    def check_settings(self, errors: Errors) -> None:
+        """Check that one model is named, and the sampling settings."""
+        errors.check(
+            (self.reward_model_path is None) != (self.generator is None),
+            "one of reward_model_path and generator is required",
+            "Pass --reward_model_path MODEL, or --generator MODEL",
+        )
+        if self.generator is None:
+            self.check_ignored(errors, ["natural_model", "meta_path"], "without generator")
+        elif not is_checkpoint(self.generator):
+            self.check_ignored(errors, ["meta_path", "device"], "for a model of transformers")
+        check_ways(errors, self.sampling)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The model looked for: its reader and its tokenizer.
+
+    encode: returns the tokens (n,) of a text, and the character that each ends before. contents:
+    the loaded checkpoint of ours, or None.
+    """
+
+    name: str
+    reader: Reader
+    encode: Callable[[str], tuple[Any, Any]]
+    contents: Any = None
+
+
+# --------------------------------------------------------------------------------------------------
+# models
+
+
+def open_checkpoint(path: str, settings: DetectSettings) -> Source:
+    """Open a likelihood reward model, or a generator in a checkpoint."""
+    device = select_device(settings.device)
+    contents = ckpt.load_checkpoint(path)
+    name = path
+    model: Any
+    if settings.reward_model_path is None:
+        model = ckpt.build_model(contents, path, device)
+        if settings.natural_model is not None:
+            natural = ckpt.load_checkpoint(settings.natural_model)
+            fitted = fit_natural_model(natural, settings.natural_model, contents)
+            model = LikelihoodRewardModel(fitted, model).to(device).eval()
+    else:
+        name = f"the generator of {path}"
+        model = build_reward_model(contents, path, device)
+        finding = f"the head of {path} has no output per token"
+        require(model.is_ratio, f"{finding}: use a reward model with --head likelihood")
+    tokenizer = ckpt.choose_tokenizer(contents, settings.meta_path)
+    reader = Reader(model, model.config.block_size, settings.sampling)
+    return Source(name, reader, tokenizer.encode_with_ends, contents)
+
+
+def open_causal(name: str, settings: DetectSettings) -> Source:
+    """Open a causal model of transformers."""
+    from lm.causal import CausalModel, causal_models, load_pair  # only needed for such models
+    from reading.causal import CausalReader
+
+    generator, tokenizer = load_pair(name, None)
+    finding = f"{name} has no fast tokenizer, which knows where its tokens end"
+    require(tokenizer.is_fast, f"{finding}: use another model")
+    model: Any
+    if settings.natural_model is None:
+        model = CausalModel(generator.eval(), len(tokenizer))
+    else:
+        natural, natural_tokenizer = load_pair(settings.natural_model, None)
+        models = causal_models((natural, generator), (natural_tokenizer, tokenizer))
+        with generator.device:
+            model = LikelihoodRewardModel(*models)
+    start = tokenizer(text="")["input_ids"]  # what the tokenizer puts before a text
+
+    def encode(text: str) -> tuple[Any, Any]:
+        with explaining("the model's tokenizer cannot read the text", "use another text"):
+            found = tokenizer(
+                text=text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+            return found["input_ids"], [end for _, end in found["offset_mapping"]]
+
+    return Source(name, CausalReader(model, LENGTH, settings.sampling, start), encode)
+
+
+def encode_text(text: str, source: Source) -> tuple[Tensor, np.ndarray]:
+    """Return the tokens (n,) int64 of a text, and the character that each ends before, (n,).
+
+    A long text is encoded in parts, because a tokenizer takes hundreds of bytes for a character.
+    """
+    ids = []
+    ends = []
+    start = 0
+    for part in word_parts(text):
+        part_ids, part_ends = source.encode(part)
+        ids.append(np.asarray(part_ids, dtype=np.int64))
+        ends.append(start + np.asarray(part_ends, dtype=np.int64))
+        start += len(part)
+    return torch.from_numpy(np.concatenate(ids)), np.concatenate(ends)
+
+
+# --------------------------------------------------------------------------------------------------
+# reader
+
+
+def default_reader_path(name: str) -> Path:
+    """Return the file of a model's reader: beside a checkpoint or folder, here for a hub name."""
+    path = Path(Path(name).name)
+    if Path(name).exists():
+        path = Path(name).resolve()
+    return path.with_name(f"{path.name.removesuffix('.pt')}.reader.pt")
+
+
+def hashes_of(settings: DetectSettings, natural: Sequence[Text]) -> dict[str, str]:
+    """Return what a reader is fitted on, as far as it is given: hashes of models and texts.
+
+    A hub name stands for its model.
+    """
+    hashes = {}
+    for name in ("reward_model_path", "generator", "natural_model", "meta_path"):
+        model = getattr(settings, name)
+        if model is not None and Path(model).exists():
+            model = ckpt.hash_model(model)
+        hashes[name] = str(model)
+    if natural:
+        hashes["texts"] = " ".join(text.sha256 for text in natural)
+    return hashes
+
+
+def natural_blocks(natural: Sequence[Text], source: Source) -> tuple[Tensor, ...]:
+    """Return natural texts as blocks (b, T) int64 for the fit, and others for the errors."""
+    length = source.reader.length
+    tokens = torch.cat([encode_text(read_text(text.path), source)[0] for text in natural])
+    needed = MIN_BLOCKS * length
+    finding = f"natural_text has {len(tokens):,} tokens, but the fit needs {needed:,}"
+    require(len(tokens) >= needed, f"{finding}: add text")
+    return tokens.unfold(0, length, length).chunk(2)
+
+
+def corpus_blocks(source: Source) -> tuple[Tensor, ...]:
+    """Return blocks (b, T) int64 of the validation split of a checkpoint's corpus.
+
+    Those of the select part are for the fit, those of the report part for the errors.
+    """
+    length = source.reader.length
+    contents = source.contents
+    remedy = "pass natural text with --natural_text, to fit one"
+    finding = f"{source.name} has no reader, and no corpus of its training is found"
+    require(contents is not None, f"{finding}: {remedy}")
+    with explaining(finding, remedy):
+        settings = contents["training"]["settings"]
+        if "dataset" not in settings:
+            settings = ckpt.load_checkpoint(settings["base_model_path"])["training"]["settings"]
+        corpus = open_corpus(settings["dataset"], 2)
+        require(contents["data"] == corpus.record, f"{corpus.folder} is another one")
+        require(len(corpus.val) >= length, f"{corpus.folder} has no validation block")
+    blocks = []
+    for part in ("select", "report"):
+        tokens = torch.tensor(validation_part(corpus.val, length, part).astype("int64"))
+        blocks.append(tokens.unfold(0, length, length))
+    return tuple(blocks)
+
+
+# --------------------------------------------------------------------------------------------------
+# texts
+
+
+def find_files(paths: Sequence[str]) -> list[Path]:
+    """Return the files that paths name, with those below folders."""
+    files: list[Path] = []
+    for path in paths:
+        require(path != "", "text is empty: pass files, or folders that hold *.txt files")
+        found = [Path(path)]
+        if Path(path).is_dir():
+            found = texts_below(Path(path))
+        require(len(found) > 0, f"{path}: no *.txt file is found there")
+        files += found
+    return files
+
+
+def page_path(path: Path, output_dir: str | None) -> Path:
+    """Return the page of a text: beside it, or here for a pipe."""
+    folder = path.parent
+    if path.is_fifo() or str(path).startswith(("/dev/", "/proc/")):
+        folder = Path()
+    return Path(output_dir or folder, f"{path.stem}.crossover.html").resolve()
+
+
+def check_paths(settings: DetectSettings, files: list[Path], pages: list[Path]) -> None:
+    """Raise UserError if an output would replace an input or another output."""
+    inputs = {path.resolve() for path in files}
+    for model in (settings.reward_model_path, settings.generator, settings.natural_model):
+        inputs.add(Path(str(model)).resolve())
+    outputs = [*pages]
+    if settings.output_path is not None:
+        outputs.append(Path(settings.output_path).resolve())
+    for path, count in Counter(outputs).items():
+        finding = f"{count} texts would have the page {path}"
+        require(count == 1, f"{finding}: rename one, or leave out --output_dir")
+        is_free = path not in inputs and (path.is_file() or not path.exists())
+        require(is_free, f"{path} would be replaced: choose another output")
+
+
+def read_file(path: Path, page: Path, source: Source, natural: str) -> dict[str, Any]:
+    """Find what the model wrote in a file, print it and write the page; return the figures.
+
+    natural: hashes of the natural texts that the reader was fitted on.
+    """
+    raw = read_text(path, newline="")
+    text = raw.replace("\r\n", "\n").replace("\r", "\n")
+    is_known = hash_bytes(text.encode()) in natural
+    require(not is_known, f"{path} is one of the natural texts that the reader was fitted on")
+    require(len(text) > 0, f"{path} is empty")
+    ids, ends = encode_text(text, source)
+    finding = f"{path} has too few tokens ({len(ids)})"
+    require(len(ids) >= 2, f"{finding}: at least 2 are needed, because the first has no evidence")
+    returns = [match.start() for match in re.finditer("\r\n", raw)]
+    kept = np.delete(np.arange(len(raw)), returns)  # the characters that text has
+    ends = np.append(0, kept + 1)[ends]
+    reading = source.reader.read(ids)
+    figures = find_passages(ends, reading, source.reader.ways)
+    shown = {**figures, "generator": source.name, "reader": source.reader.describe()}
+    write_page(page, path.name, raw, ends, reading.natural, shown)
+    print0("\n".join(describe_passages(f"{path} ({page})", raw, shown)))
+    return figures
+
+
+def run(settings: DetectSettings) -> dict[str, Any]:
+    """Read the texts; return the reader's figures, by sampling setting."""
+    files = find_files(settings.text)
+    pages = [page_path(path, settings.output_dir) for path in files]
+    check_paths(settings, files, pages)
+    natural = find_texts(settings.natural_text)
+    both = {path.resolve() for path in files} & {text.path.resolve() for text in natural}
+    require(not both, f"{', '.join(map(str, both))}: to be read, and natural text: leave one out")
+
+    # the model and its reader
+    name = str(settings.reward_model_path or settings.generator)
+    if settings.reward_model_path or is_checkpoint(name):
+        source = open_checkpoint(name, settings)
+    else:
+        source = open_causal(name, settings)
+    path = Path(settings.reader_path or default_reader_path(name))
+    fitted_on = hashes_of(settings, natural)
+    if files and path.is_file():
+        fitted_on = source.reader.load(path, fitted_on)
+    else:
+        blocks = natural_blocks(natural, source) if natural else corpus_blocks(source)
+        print0(f"Fitting {path}")
+        source.reader.fit(*blocks)
+        source.reader.save(path, fitted_on)
+
+    # the texts
+    results: dict[str, Any] = {}
+    num_failed = 0
+    paired = list(zip(files, pages, strict=True))
+    for file, page in progress("Reading texts", "text", iterable=paired):
+        try:
+            figures = read_file(file, page, source, fitted_on.get("texts", ""))
+        except (UserError, OSError) as error:
+            num_failed += 1
+            figures = {"error": one_line(error)}
+            warn(f"{file} is not read: {figures['error']}")
+        results[str(file)] = figures
+    if settings.output_path is not None:
+        write_json(settings.output_path, results)
+    require(num_failed == 0, f"{num_failed} of {len(files)} texts were not read: see above")
+    return source.reader.figures
+
+
+def main() -> None:
+    run(parse_settings(DetectSettings, "detect"))
+
+
+if __name__ == "__main__":
+    run_main(main, "A reader that was fitted is kept; run the same command again.")

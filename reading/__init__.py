@@ -1,0 +1,1 @@
+"""Find where a model's writing begins in a text, with our models and Hugging Face's."""

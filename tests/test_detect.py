@@ -1,0 +1,242 @@
+"""detect.py: texts of natural and generated tokens, from the command line to pages and figures.
+
+pytest tests/test_detect.py
+"""
+
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import make_mixed_text, make_text, refuse, refuse_in_one_line, succeed
+
+import detect
+from common.process import UserError
+from corpus.encode import word_parts
+from detect import DetectSettings, default_reader_path, encode_text, open_checkpoint
+from tokenization_manager import TokenizationManager
+
+
+@pytest.fixture
+def reading(tmp_path, corpus, generator, predictive_reward_model, monkeypatch):
+    """Options that read a text, of which the generator wrote the second half."""
+    monkeypatch.chdir(tmp_path)
+    make_mixed_text(tmp_path, corpus, generator)
+    shutil.copy(predictive_reward_model, "reward.pt")
+    options = {"reward_model_path": "reward.pt", "device": "cpu", "sampling": ["1", "0.5"]}
+    return {"text": ["mixed.txt"], **options}
+
+
+def figures_of(reading, **changes) -> dict:
+    """Read texts; return their figures by path."""
+    succeed("detect", **{**reading, **changes}, output_path="figures.json")
+    with open("figures.json") as file:
+        return json.load(file)
+
+
+def test_the_beginning_of_generated_text_is_found(reading, tmp_path, monkeypatch):
+    """A reader is fitted on the corpus that the settings name, and found by the next command."""
+    monkeypatch.setattr("corpus.encode.PART_CHARACTERS", 100)
+    printed = succeed("detect", **reading)
+    assert f"Fitting {tmp_path}/reward.reader.pt" in printed and "sampled at 0.5: r2" in printed
+    place = int(re.search(r"wrote everything after character (\d+)", printed)[1])
+    low, high = map(int, re.search(r"interval: (\d+) to (\d+)", printed).groups())
+    assert low <= 300 <= high
+    assert abs(place - 300) < 20
+    page = (tmp_path / "mixed.crossover.html").read_text()
+    (shown,) = re.findall(r'<div class="text" dir="auto">(.*)</div>', page, re.DOTALL)
+    text = (tmp_path / "mixed.txt").read_text()
+    assert re.sub("<[^>]+>", "", shown) == f"{text[:place]}1{text[place:]}"
+    shades = [float(share) for share in re.findall(r"--p: ([\d.]+)", page)]
+    assert shades == sorted(shades, reverse=True)
+
+    (tmp_path / "inside.txt").write_text(text + (tmp_path / "natural.txt").read_text())
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/c.txt").write_text(text)
+    found = figures_of(reading, text=["mixed.txt", "inside.txt", "natural.txt", "more"])
+    assert list(found) == ["mixed.txt", "inside.txt", "natural.txt", "more/c.txt"]
+    assert found["more/c.txt"] == found["mixed.txt"]
+    assert found["mixed.txt"]["crossover"] == [low, high]
+    assert found["mixed.txt"]["sampling"] == "1"
+    (passage,) = found["inside.txt"]["passages"]
+    assert abs(passage["end"] - 600) < 30 and passage["natural"] < 0.1
+    assert found["inside.txt"]["crossover"] is None
+    assert found["natural.txt"]["passages"] == [] and found["natural.txt"]["sampling"] is None
+    assert 'id="k1"' not in (tmp_path / "natural.crossover.html").read_text()
+    assert (tmp_path / "more/c.crossover.html").exists()
+
+
+def test_a_file_that_cannot_be_read_does_not_stop_the_others(reading, tmp_path):
+    (tmp_path / "zero.txt").touch()
+    (tmp_path / "one.txt").write_text("a")
+    (tmp_path / "zhe.txt").write_text("\u0416")
+    texts = ["gone.txt", "zero.txt", "one.txt", "zhe.txt", "natural.txt"]
+    err = refuse("detect", **{**reading, "text": texts}, output_path="figures.json")
+    assert "ERROR: 4 of 5 texts were not read: see above" in err
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    said = [figures[text].get("error", "") for text in texts]
+    expected = ("does not exist", "is empty", "has too few tokens (1)", "lacks the characters", "")
+    assert all(words in error for words, error in zip(expected, said, strict=True))
+
+
+def test_what_a_reader_was_fitted_on_must_be_the_same(reading, corpus, tmp_path):
+    """Models, texts and sampling settings; a text to read is none of its natural texts."""
+    path = tmp_path / "texts/natural.txt"
+    path.parent.mkdir()
+    path.write_text(make_text(900, seed=3))
+    reading["natural_text"] = [path]
+    succeed("detect", **reading)
+    succeed("detect", **{**reading, "natural_text": [path.parent]})
+    del reading["natural_text"]
+    succeed("detect", **reading)
+    shutil.copy(path, "copy.txt")
+    assert "is one of the natural texts" in succeed_or_say(reading, text=["copy.txt"])
+    other = {**reading, "sampling": ["1"]}
+    assert "reward.reader.pt was fitted with another sampling: " in refuse_in_one_line(
+        "detect", **other
+    )
+    path.write_text(make_text(900, seed=4))
+    assert "with another texts: " in refuse_in_one_line("detect", **reading, natural_text=[path])
+    changed = torch.load("reward.pt")
+    changed["model"]["generator.transformer.ln_f.weight"] *= 3
+    torch.save(changed, "reward.pt")
+    assert "with another reward_model_path: " in refuse_in_one_line("detect", **reading)
+
+
+def succeed_or_say(reading, **changes) -> str:
+    """Return what refusing prints, of all texts."""
+    refuse("detect", **{**reading, **changes}, output_path="figures.json")
+    with open("figures.json") as file:
+        return file.read()
+
+
+# Options, and what the error says.
+REFUSED = """
+--reward_model_path None => one of reward_model_path and generator is required
+--reward_model_path last.pt => the head of last.pt has no output per token
+--reward_model_path model.pt => model.pt holds a generator, not a reward model
+--natural_model last.pt => natural_model is ignored without generator
+--text more => more: no *.txt file is found there
+--text mixed.txt more/mixed.txt => 2 texts would have the page {tmp_path}/out/mixed.crossover.html
+--sampling hot => sampling=hot
+--reward_model_path plain.pt => the generator of plain.pt has no reader, and no corpus
+--text mixed.txt ./mixed.txt => 2 texts would have the page
+--output_path mixed.txt => mixed.txt would be replaced: choose another output
+--output_path reward.pt => reward.pt would be replaced: choose another output
+--output_path /dev/null => /dev/null would be replaced: choose another output
+--reader_path reward.pt => reader_path=reward.pt: must end in .reader.pt
+--natural_text mixed.txt => to be read, and natural text: leave one out
+"""
+
+
+@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
+def test_what_cannot_serve_is_refused(reading, reward_model, generator, tmp_path, line):
+    (tmp_path / "last.pt").symlink_to(reward_model)
+    (tmp_path / "model.pt").symlink_to(generator)
+    plain = torch.load("reward.pt")
+    plain["training"]["settings"] = {}
+    torch.save(plain, "plain.pt")
+    (tmp_path / "more").mkdir()
+    words, _, said = line.format(tmp_path=tmp_path).partition(" => ")
+    name, *values = words.split()
+    options = {**reading, "output_dir": "out", name[2:]: values}
+    if values == ["None"]:
+        del options["reward_model_path"]
+    assert said in refuse("detect", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_reader_of_a_generator_only(reading, generator, tmp_path):
+    shutil.copy(generator, "model.pt")
+    del reading["reward_model_path"]
+    succeed("detect", **reading, generator="model.pt")
+    assert (tmp_path / "model.reader.pt").exists()
+
+
+def test_the_reader_is_beside_the_model(tmp_path, monkeypatch):
+    """A folder has the same one with and without a slash; that of a hub name is here."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hf.model").mkdir()
+    (tmp_path / "a.pt").touch()
+    found = [default_reader_path(name) for name in ("hf.model", "hf.model/", ".", "a.pt")]
+    beside = tmp_path / "hf.model.reader.pt"
+    here = tmp_path.with_name(f"{tmp_path.name}.reader.pt")
+    assert found == [beside, beside, here, tmp_path / "a.reader.pt"]
+    assert str(default_reader_path("org/name")) == "name.reader.pt"
+
+
+def test_a_pipe_is_read_once(reading, tmp_path):
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo("pipe/essay")
+    text = (tmp_path / "mixed.txt").read_text()
+    threading.Thread(target=Path("pipe/essay").write_text, args=(text,)).start()
+    found = figures_of(reading, text=["pipe/essay"])
+    assert abs(found["pipe/essay"]["passages"][0]["start"] - 300) < 20
+    assert (tmp_path / "essay.crossover.html").exists()
+
+
+@pytest.mark.parametrize("method", ["char", "bpe", "learned"])
+def test_places_are_characters_of_the_text(method, bpe):
+    """Also of characters of several tokens, and over the ends of parts."""
+    text = "Caf\u00e9 \u65e5\u672c\n\U0001f600 and  more. " * 3
+    tokenizer = bpe
+    if method == "char":
+        tokenizer = TokenizationManager.from_text(text)
+    if method == "learned":
+        tokenizer = TokenizationManager.learn_bpe([text], 300)
+    source = detect.Source("", None, tokenizer.encode_with_ends)
+    ids, ends = encode_text(text, source)
+    assert ends[-1] == len(text) and (ends[1:] >= ends[:-1]).all()
+    for number, end in enumerate(ends, 1):
+        decoded = tokenizer.decode(ids[:number].tolist())
+        assert decoded.rstrip("\ufffd") == text[: len(decoded.rstrip("\ufffd"))]
+        if not decoded.endswith("\ufffd"):
+            assert decoded == text[:end]
+
+
+def test_parts_of_a_text_end_with_words(monkeypatch):
+    monkeypatch.setattr("corpus.encode.PART_CHARACTERS", 8)
+    assert list(word_parts("one two three")) == ["one two", " three"]
+    assert list(word_parts("unbroken" * 2)) == ["unbroken"] * 2
+
+
+def test_places_are_those_of_a_file_with_windows_ends_of_lines(reading, tmp_path):
+    text = (tmp_path / "mixed.txt").read_text()
+    (tmp_path / "windows.txt").write_bytes(text.replace("\n", "\r\n").encode())
+    found = figures_of(reading, text=["mixed.txt", "windows.txt"])
+    for place, other in zip(*(found[name]["crossover"] for name in found), strict=True):
+        assert other == place + text[:place].count("\n")
+    passages = [found[name]["passages"][0] for name in found]
+    assert passages[1]["end"] == len(text) + text.count("\n") and passages[0]["end"] == len(text)
+
+
+def test_the_time_is_linear_in_the_text(reading, corpus, tmp_path):
+    """Ten times the text takes at most twelve times the seconds, its page included; the least of
+    three runs.
+    """
+    succeed("detect", **reading)
+    settings = DetectSettings(reward_model_path="reward.pt", sampling=("1", "0.5"), device="cpu")
+    source = open_checkpoint("reward.pt", settings)
+    source.reader.load("reward.reader.pt", {})
+    text = (corpus / "input.txt").read_text()
+    path = tmp_path / "long.txt"
+    seconds = []
+    for length in (1_000, 10_000):
+        path.write_text((text * 10)[:length])
+        taken = []
+        for _ in range(3):
+            began = time.process_time()
+            detect.read_file(path, tmp_path / "long.html", source, "")
+            taken.append(time.process_time() - began)
+        seconds.append(min(taken))
+    assert seconds[1] < 12 * seconds[0]
+
+
+def test_settings_name_one_model():
+    with pytest.raises(UserError, match="one of reward_model_path and generator"):
+        DetectSettings(reward_model_path="a.pt", generator="b").errors(["a.pt"]).raise_if_any()
