@@ -178,7 +178,7 @@ def default_reader_path(name: str) -> Path:
     """Return the file of a model's reader: beside a checkpoint or folder, here for a hub name."""
     path = Path(Path(name).name)
     if Path(name).exists():
-        path = Path(name).resolve()
+        path = Path(name).absolute()
     return path.with_name(f"{path.name.removesuffix('.pt')}.reader.pt")
 
 

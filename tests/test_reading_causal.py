@@ -39,13 +39,14 @@ def test_what_the_generator_wrote_is_found(reading, tmp_path, monkeypatch):
     place = int(re.search(r"wrote everything after character (\d+)", printed)[1])
     assert abs(place - 300) < 20
     assert devices == [torch.device("cpu")] * 2
-    assert "on texts of 16 tokens" in printed and "sampled at 0.7: r2" in printed
-    assert 'id="k1"' in (tmp_path / "mixed.crossover.html").read_text()
+    assert "sampled at 0.7: r2" in printed
+    page = (tmp_path / "mixed.crossover.html").read_text()
+    assert "on texts of 16 tokens" in page and 'id="k1"' in page
     assert (tmp_path / "small.reader.pt").exists()
 
     del reading["natural_text"]
     again = succeed("detect", **{**reading, "generator": "small/"})
-    assert "Fitting" not in again and printed.endswith(again)
+    assert printed.endswith(again.replace("small/ wrote", "small wrote"))
     other = {**reading, "natural_model": "small"}
     assert "with another natural_model: " in refuse_in_one_line("detect", **other)
 
