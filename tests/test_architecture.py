@@ -33,7 +33,7 @@ from helpers import settings_of
 # the product is to have 40,219 nodes when the rules are fewer, tests 43,000.
 BUDGETS = {
     "nodes of the product": 41_873,
-    "nodes of tests": 44_543,
+    "nodes of tests": 44_551,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
     "nodes per line": 5.8,
