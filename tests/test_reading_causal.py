@@ -46,6 +46,7 @@ def test_what_the_generator_wrote_is_found(reading, tmp_path, monkeypatch):
 
     del reading["natural_text"]
     again = succeed("detect", **{**reading, "generator": "small/"})
+    assert "Fitting" not in again
     assert printed.endswith(again.replace("small/ wrote", "small wrote"))
     other = {**reading, "natural_model": "small"}
     assert "with another natural_model: " in refuse_in_one_line("detect", **other)
