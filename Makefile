@@ -9,7 +9,7 @@ ARGS :=
 EXAMPLES := 5000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev run test campaign-short campaign tree mutants test-interop test-notebook bench-generation bench-grpo lint format clean
+.PHONY: help setup setup-dev run test campaign-short campaign tree test-interop test-notebook bench-generation bench-grpo lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,8 +43,6 @@ campaign: setup-dev ## the same with EXAMPLES examples of each kind (5,000: some
 tree: setup-dev ## print sizes and options beside their budgets
 	$(PYTHON) tests/test_architecture.py
 
-mutants: setup-dev ## plant each fault of tests/mutants.toml, one at a time, and run the tests of its file (ten minutes)
-	$(PYTHON) tests/mutants.py $(ARGS)
 
 test-interop: setup-dev ## run the tests that need requirements-bench.txt (installs it)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt

@@ -12,7 +12,6 @@ Packages for models of transformers: requirements-interop.txt.
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +22,14 @@ import torch
 from torch import Tensor
 
 from common.device import select_device
-from common.files import hash_bytes, read_text, write_json
+from common.files import CHUNK, hash_bytes, read_text, write_json
 from common.log import print0, progress
 from common.process import UserError, explaining, one_line, require, run_main, warn
 from common.settings import Errors, Settings, parse_settings, setting
-from corpus.encode import Text, find_texts, texts_below, word_parts
+from corpus.encode import Text, find_texts, text_files, word_parts
 from data_loader import open_corpus, validation_part
 from lm import checkpoint as ckpt
+from lm.identity import identity_of
 from reading.page import describe_passages, find_passages, write_page
 from reading.reader import WAYS, Reader, check_ways
 from reward.heads import LikelihoodRewardModel, build_reward_model, fit_natural_model
@@ -48,28 +48,28 @@ class DetectSettings(Settings):
     """Find what a model wrote in texts; fit the reader that this needs."""
 
     file_first: ClassVar[bool] = False
-    text: tuple[str, ...] = ()
+    text: tuple[str, ...] = setting((), free=True)
     """UTF-8 files to read, or folders: all *.txt below them; none: only fit the reader"""
     reward_model_path: str | None = setting(None, model_file="optional")
     """reward_model_vN.pt of a run, with a likelihood head: the model looked for is its generator"""
-    generator: str | None = None
+    generator: str | None = setting(None, reads="file")
     """instead: a checkpoint, or a folder or hub name of transformers"""
-    natural_model: str | None = None
+    natural_model: str | None = setting(None, reads="file")
     """with generator: a natural model of the same tokens; None: read by the generator only"""
-    natural_text: tuple[str, ...] = ()
+    natural_text: tuple[str, ...] = setting((), free=True)
     """natural text on which a reader is fitted, none of the texts to read: files, folders"""
-    meta_path: str | None = None
+    meta_path: str | None = setting(None, reads="file")
     """meta.pkl or tokenizer.json; None: the checkpoint's tokenizer, else GPT-2's BPE"""
     sampling: tuple[str, ...] = WAYS
     """sampling settings to fit the reader for: TEMPERATURE, TEMPERATURE:TOP_P or
     TEMPERATURE:TOP_P:TOP_K ..."""
-    reader_path: str | None = setting(None, suffix=".reader.pt")
+    reader_path: str | None = setting(None, suffix=".reader.pt", free=True)
     """the reader; None: MODEL.reader.pt beside the model, or here for a hub name"""
-    output_dir: str | None = None
+    output_dir: str | None = setting(None, free=True)
     """folder of the pages; None: beside each text"""
-    output_path: str | None = None
+    output_path: str | None = setting(None, free=True)
     """also write the figures of all texts here, as JSON"""
-    device: str = "auto"
+    device: str = setting("auto", free=True)
     """auto, cpu, cuda, cuda:N or mps"""
 
     def check_settings(self, errors: Errors) -> None:
@@ -162,7 +162,8 @@ def encode_text(text: str, source: Source) -> tuple[Tensor, np.ndarray]:
     ids = []
     ends = []
     start = 0
-    for part in word_parts(text):
+    pieces = (text[each : each + CHUNK] for each in range(0, len(text), CHUNK))
+    for part in word_parts(pieces):
         part_ids, part_ends = source.encode(part)
         ids.append(np.asarray(part_ids, dtype=np.int64))
         ends.append(start + np.asarray(part_ends, dtype=np.int64))
@@ -180,22 +181,6 @@ def default_reader_path(name: str) -> Path:
     if Path(name).exists():
         path = Path(name).absolute()
     return path.with_name(f"{path.name.removesuffix('.pt')}.reader.pt")
-
-
-def hashes_of(settings: DetectSettings, natural: Sequence[Text]) -> dict[str, str]:
-    """Return what a reader is fitted on, as far as it is given: hashes of models and texts.
-
-    A hub name stands for its model.
-    """
-    hashes = {}
-    for name in ("reward_model_path", "generator", "natural_model", "meta_path"):
-        model = getattr(settings, name)
-        if model is not None and Path(model).exists():
-            model = ckpt.hash_model(model)
-        hashes[name] = str(model)
-    if natural:
-        hashes["texts"] = " ".join(text.sha256 for text in natural)
-    return hashes
 
 
 def natural_blocks(natural: Sequence[Text], source: Source) -> tuple[Tensor, ...]:
@@ -236,19 +221,6 @@ def corpus_blocks(source: Source) -> tuple[Tensor, ...]:
 # texts
 
 
-def find_files(paths: Sequence[str]) -> list[Path]:
-    """Return the files that paths name, with those below folders."""
-    files: list[Path] = []
-    for path in paths:
-        require(path != "", "text is empty: pass files, or folders that hold *.txt files")
-        found = [Path(path)]
-        if Path(path).is_dir():
-            found = texts_below(Path(path))
-        require(len(found) > 0, f"{path}: no *.txt file is found there")
-        files += found
-    return files
-
-
 def page_path(path: Path, output_dir: str | None) -> Path:
     """Return the page of a text: beside it, or here for a pipe."""
     folder = path.parent
@@ -259,17 +231,15 @@ def page_path(path: Path, output_dir: str | None) -> Path:
 
 def check_paths(settings: DetectSettings, files: list[Path], pages: list[Path]) -> None:
     """Raise UserError if an output would replace an input or another output."""
-    inputs = {path.resolve() for path in files}
-    for model in (settings.reward_model_path, settings.generator, settings.natural_model):
-        inputs.add(Path(str(model)).resolve())
+    models = (settings.reward_model_path, settings.generator, settings.natural_model)
+    taken = {Path(str(path)).resolve() for path in (*files, *models)}
     outputs = [*pages]
     if settings.output_path is not None:
         outputs.append(Path(settings.output_path).resolve())
-    for path, count in Counter(outputs).items():
-        finding = f"{count} texts would have the page {path}"
-        require(count == 1, f"{finding}: rename one, or leave out --output_dir")
-        is_free = path not in inputs and (path.is_file() or not path.exists())
-        require(is_free, f"{path} would be replaced: choose another output")
+    for path in outputs:
+        is_free = path not in taken and (path.is_file() or not path.exists())
+        require(is_free, f"{path} would replace another file or page: choose another output")
+        taken.add(path)
 
 
 def read_file(path: Path, page: Path, source: Source, natural: str) -> dict[str, Any]:
@@ -298,7 +268,7 @@ def read_file(path: Path, page: Path, source: Source, natural: str) -> dict[str,
 
 def run(settings: DetectSettings) -> dict[str, Any]:
     """Read the texts; return the reader's figures, by sampling setting."""
-    files = find_files(settings.text)
+    files = text_files(settings.text)
     pages = [page_path(path, settings.output_dir) for path in files]
     check_paths(settings, files, pages)
     natural = find_texts(settings.natural_text)
@@ -312,7 +282,9 @@ def run(settings: DetectSettings) -> dict[str, Any]:
     else:
         source = open_causal(name, settings)
     path = Path(settings.reader_path or default_reader_path(name))
-    fitted_on = hashes_of(settings, natural)
+    fitted_on = identity_of(settings)
+    if natural:
+        fitted_on["texts"] = " ".join(text.sha256 for text in natural)
     if files and path.is_file():
         fitted_on = source.reader.load(path, fitted_on)
     else:

@@ -33,7 +33,6 @@ from metrics.text_quality import TextQuality
 from model import GPT
 from reading.page import read_tokens
 from reward.scorer import load_scorer
-from reward.user_function import RESERVED_ENDINGS
 
 SEED = 42  # of samples
 MAX_CHARACTERS = 1 << 24  # of each text that judges samples
@@ -48,7 +47,7 @@ class EvaluateSettings(Settings):
 
     checkpoints: tuple[str, ...] = setting((), model_file="optional")
     """generators' checkpoints (required)"""
-    dataset: str = "shakespeare_char"
+    dataset: str = setting("shakespeare_char", reads="dataset")
     """folder of train.bin and val.bin: a path, or a name below data/"""
     split: Literal["val", "train", "test"] = "val"
     """which split; test: test.bin, text held out from training and selection"""
@@ -62,15 +61,15 @@ class EvaluateSettings(Settings):
     """also measure so many samples, at the temperature where they are as diverse as natural text"""
     reward_model_path: str | None = setting(None, model_file="optional")
     """also P(natural) of fresh text, and its KL to the baseline"""
-    reward_function: tuple[str, ...] | None = None
+    reward_function: tuple[str, ...] | None = setting(None, reads="function")
     """also the rewards of that fresh text by FILE.py:NAME ...; the files are executed"""
     function_weight: tuple[float, ...] | None = None
     """weight of each reward function in their sum; None: 1 each"""
-    word_dataset: str | None = None
+    word_dataset: str | None = setting(None, reads="dataset")
     """with samples: corpus of natural text for judge and known words; None: the dataset"""
-    output_path: str | None = None
+    output_path: str | None = setting(None, free=True)
     """also write the figures here, as JSON"""
-    device: str = "auto"
+    device: str = setting("auto", free=True)
     """auto, cpu, cuda, cuda:N or mps"""
 
     def check_settings(self, errors: Errors) -> None:
@@ -293,7 +292,7 @@ def print_figures(figures: Mapping[str, Any], indent: str = "  ") -> None:
             print_figures(value, indent + "  ")
         elif f"{name}_low" in figures:
             print0(f"{indent}{name} {format_figure(figures, name)}")
-        elif isinstance(value, int | float | str) and not name.endswith(RESERVED_ENDINGS):
+        elif isinstance(value, int | float | str) and not name.endswith(("_low", "_high")):
             print0(indent + format_metrics({name: value}))
 
 

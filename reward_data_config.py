@@ -26,19 +26,19 @@ class RewardDataConfig(Settings):
     """the generator's checkpoint (required)"""
     input_mode: Literal["text", "binary"] | None = None
     """text: split and tokenize a file; binary: token files; None: binary with a dataset"""
-    data_path: str | None = None
+    data_path: str | None = setting(None, reads="file")
     """text mode: the text file, or a folder that holds input.txt"""
-    train_bin: str | None = None
+    train_bin: str | None = setting(None, reads="file")
     """binary mode: the training tokens (uint16)"""
-    val_bin: str | None = None
+    val_bin: str | None = setting(None, reads="file")
     """binary mode: the validation tokens (uint16)"""
-    dataset: str | None = None
+    dataset: str | None = setting(None, reads="dataset")
     """binary mode: folder of train.bin and val.bin, a path or a name below data/"""
     tokenization: Literal["auto", "bpe", "char", "tokenizer"] = "auto"
     """auto: meta.pkl or tokenizer.json there; char in the folder's name; else BPE"""
-    meta_path: str | None = None
+    meta_path: str | None = setting(None, reads="file")
     """meta.pkl or tokenizer.json (required when tokenization is char or tokenizer)"""
-    output_dir: str = "data/reward_dataset"
+    output_dir: str = setting("data/reward_dataset", free=True)
     """folder to make"""
     train_split: float = setting(0.9, above=0, below=1)
     """text mode: fraction of the characters for training; must be the generator's"""
@@ -48,13 +48,13 @@ class RewardDataConfig(Settings):
     """sampling temperature; 0: always the likeliest token"""
     top_k: int | None = setting(None, minimum=1)
     """sample from the k likeliest tokens only; None: from all"""
-    device: str = "auto"
+    device: str = setting("auto", free=True)
     """auto, cpu, cuda, cuda:N or mps; on CUDA in bfloat16, else float32"""
     seed: int = setting(42, minimum=0)
     """the same seed on the same machine gives the same bytes"""
     max_blocks: int | None = setting(None, minimum=1)
     """at most this many blocks of each split, evenly spaced; None: all"""
-    overwrite: bool = False
+    overwrite: bool = setting(False, free=True)
     """replace the dataset in output_dir"""
     allow_split_mismatch: bool = False
     """accept a train/validation split other than the generator's (contamination)"""

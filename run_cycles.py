@@ -41,10 +41,11 @@ from cycles.ledger import Ledger
 from cycles.page import write_page
 from cycles.plan import Stage, make_plan
 from cycles.results import Results
-from cycles.summary import expectation, headline
+from cycles.summary import headline
 from detect import DetectSettings
 from evaluate import EvaluateSettings
 from lm.checkpoint import load_checkpoint
+from lm.identity import identity_of
 from reward.user_function import execute_file, load_functions
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager
@@ -73,8 +74,6 @@ class CycleSettings(Settings):
     """corpus of the natural model, with the same val.bin and characters; None: dataset"""
     num_cycles: int = setting(1, minimum=1)
     """cycles after the first generator"""
-    perplexity_patience: int | None = setting(None, minimum=1)
-    """end after this many cycles without a lower loss on the select part; None: never"""
     controls: bool = True
     """train what the policy is compared with: control_plain, control_sampled, control_distil"""
     device: str = "auto"
@@ -112,16 +111,9 @@ SECTIONS: dict[str, type[Settings]] = {
 # stages
 
 
-def run_stages(plan: Sequence[Stage], ledger: Ledger, settings: CycleSettings) -> None:
-    """Make what is missing, in order; end early by `perplexity_patience`."""
-    patience = settings.perplexity_patience or settings.num_cycles
+def run_stages(plan: Sequence[Stage], ledger: Ledger) -> None:
+    """Make what is missing, in order."""
     for stage in plan:
-        if stage.kind == "reward_data":
-            if has_converged(ledger, patience):
-                break
-            expected = expectation(Results(ledger))
-            if expected:
-                warn(expected)
         try:
             make(stage, ledger)
             ledger.about["finished"].append(stage.name)
@@ -140,7 +132,7 @@ def make(stage: Stage, ledger: Ledger) -> None:
 
     The page is written before, without the figures of what is made again.
     """
-    identity = stage.identity()
+    identity = identity_of(stage.settings)
     record = ledger.records.get(stage.name, {"settings": identity})
     difference = differing_settings(record["settings"], identity)
     if "figures" in record and not difference and stage.artefact.exists():
@@ -172,15 +164,6 @@ def make(stage: Stage, ledger: Ledger) -> None:
     execute_file.cache_clear()
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def has_converged(ledger: Ledger, patience: int) -> bool:
-    """Return whether none of the last `patience` policies has a lower loss on the select part than
-    all models before them, the generator included.
-    """
-    models = [*ledger.finished("base"), *ledger.finished("policy")]
-    losses = [model["figures"]["select_loss"] for model in models]
-    return len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -293,7 +276,7 @@ def main() -> None:
         "finished": [],
         "outcome": "unfinished",
     }
-    run_stages(plan, ledger, settings)
+    run_stages(plan, ledger)
     page = write_page(ledger)
     print0("\n".join(["", *headline(Results(ledger)), f"Ledger: {ledger.path}", f"Page: {page}"]))
 

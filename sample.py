@@ -14,7 +14,7 @@ import torch
 from common.device import autocast, select_device
 from common.files import read_text
 from common.log import print0
-from common.process import require, run_main, warn
+from common.process import require, run_main
 from common.settings import Settings, parse_settings, setting
 from lm.checkpoint import build_model, choose_tokenizer, load_checkpoint
 from lm.completions import generate
@@ -30,9 +30,8 @@ class SampleSettings(Settings):
 
     checkpoint_path: str | None = setting(None, model_file="required")
     """checkpoint of the generator (required)"""
-    start: str | None = None
-    """text to continue (--start=-hello if it begins with -), or FILE:path; None: a newline, or
-    token 0 if the model has no newline"""
+    start: str = "\n"
+    """text to continue (--start=-hello if it begins with -), or FILE:path; a newline if left out"""
     num_samples: int = setting(10, minimum=1)
     """number of texts"""
     max_new_tokens: int = setting(500, minimum=0)
@@ -50,19 +49,11 @@ class SampleSettings(Settings):
     """seed of the random numbers"""
 
 
-def encode_start(tokenizer: TokenizationManager, start: str | None) -> np.ndarray:
+def encode_start(tokenizer: TokenizationManager, start: str) -> np.ndarray:
     """Return the tokens (T,) uint16 that all texts start with; see SampleSettings.start.
 
     Raise UserError if the text is empty, or has a character that the tokenizer lacks.
     """
-    if start is None:
-        if tokenizer.chars is None or "\n" in tokenizer.chars:
-            tokens = tokenizer.encode("\n")
-            if len(tokens) > 0:  # some tokenizers drop white space
-                return tokens
-        token = tokenizer.decode([0])
-        warn(f"no newline in the model: starts with token 0, {token!r}; see --start")
-        return np.zeros(1, dtype=np.uint16)
     text = start
     if start.startswith("FILE:"):
         text = read_text(start.removeprefix("FILE:"))

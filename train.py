@@ -63,27 +63,27 @@ class TrainSettings(Settings):
         "backend": "no effect: it is nccl on CUDA and gloo on the CPU",
     }
 
-    out_dir: str = setting("out", changeable=True)
+    out_dir: str = setting("out", free=True)
     """folder for all files of this run"""
-    checkpoint_name: str = "model_checkpoint.pt"
+    checkpoint_name: str = setting("model_checkpoint.pt", free=True)
     """file name of the best model, within out_dir"""
-    init_from: str = setting("scratch", changeable=True)
+    init_from: str = setting("scratch", reads="file", changeable=True)
     """scratch; resume: the run in out_dir; a checkpoint, ours or nanoGPT's; or gpt2 to gpt2-xl"""
-    overwrite: bool = setting(False, changeable=True)
+    overwrite: bool = setting(False, free=True)
     """replace a model that exists in out_dir"""
     eval_interval: int = setting(250, minimum=1)
     """steps between evaluations"""
-    eval_only: bool = setting(False, changeable=True)
+    eval_only: bool = setting(False, free=True)
     """evaluate the checkpoint in out_dir, or of init_from, on the validation split, and exit"""
-    tracker: Literal["none", "wandb", "tensorboard"] = setting("none", changeable=True)
+    tracker: Literal["none", "wandb", "tensorboard"] = setting("none", free=True)
     """also send the records to Weights & Biases or TensorBoard (pip install it first)"""
-    wandb_log: bool = setting(False, changeable=True)
+    wandb_log: bool = setting(False, free=True)
     """nanoGPT's name for --tracker wandb"""
-    wandb_project: str = setting("crossover", changeable=True)
+    wandb_project: str = setting("crossover", free=True)
     """project of the tracker"""
-    wandb_run_name: str = setting("train", changeable=True)
+    wandb_run_name: str = setting("train", free=True)
     """run name of the tracker"""
-    dataset: str = setting("shakespeare_char", changeable=True)
+    dataset: str = setting("shakespeare_char", reads="dataset", changeable=True)
     """folder of train.bin and val.bin: a path, or a name below data/"""
     gradient_accumulation_steps: int = setting(1, minimum=1)
     """batches whose gradients are summed for one step"""
@@ -127,11 +127,11 @@ class TrainSettings(Settings):
     """steps of linear warm-up"""
     patience: int | None = setting(None, minimum=1, changeable=True)
     """stop after so many evaluations without improvement by 0.001 nats a character; None: never"""
-    device: str = setting("auto", changeable=True)
+    device: str = setting("auto", free=True)
     """auto, cpu, cuda, cuda:N or mps"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of forward and backward pass; auto: bfloat16 on CUDA, else float32"""
-    compile: bool = setting(False, changeable=True)
+    compile: bool = setting(False, free=True)
     """compile the model with torch.compile"""
     seed: int = setting(1337, minimum=0)
     """seed of weights, batches and dropout"""
@@ -175,7 +175,7 @@ class FurtherTrainSettings(TrainSettings):
     An explicit init_from takes precedence.
     """
 
-    init_from: str = setting("", changeable=True)
+    init_from: str = setting("", reads="file", changeable=True)
 
 
 def run(settings: TrainSettings) -> dict[str, Any]:

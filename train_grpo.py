@@ -33,7 +33,6 @@ channels, V token ids. A row is a prompt of 1 to N / 2 tokens and its completion
 Nothing predicts the first token of a row: column t of a tensor (R, N - 1) belongs to token t + 1.
 """
 
-import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -62,7 +61,7 @@ from lm.checkpoint import build_model, load_checkpoint, save_checkpoint
 from lm.losses import mean_over_mask
 from reward.scorer import RewardScorer, Scores, load_scorer, micro_batches
 from training.optimizers import Best, Schedule, make_optimizers, take_step
-from training.run import RESUME_HINT, Run, hash_inputs
+from training.run import RESUME_HINT, Run
 
 DEFAULT_BETA = 0.04  # weight of the KL to the start if the reward contains no KL
 DEFAULT_GROUP = 8  # completions of a prompt, where they are compared
@@ -74,17 +73,17 @@ WARMUP = 0.05  # share of the steps in which the learning rate rises: Adam's fir
 class GRPOSettings(Settings):
     """Train a generator with GRPO so that a frozen reward model rates its text as natural."""
 
-    base_model_path: str | None = setting(None, model_file="required", changeable=True)
+    base_model_path: str | None = setting(None, model_file="required")
     """the generator: the policy's start and the reference of the KL (required)"""
-    reward_model_path: str | None = setting(None, model_file="optional", changeable=True)
+    reward_model_path: str | None = setting(None, model_file="optional")
     """checkpoint of the reward model (required without a reward_function)"""
-    dataset: str = setting("shakespeare_char", changeable=True)
+    dataset: str = setting("shakespeare_char", reads="dataset")
     """folder of train.bin (prompts) and val.bin (evaluation), or its name in data/"""
-    output_path: str = setting("logs/grpo_model.pt", suffix=".pt", changeable=True)
+    output_path: str = setting("logs/grpo_model.pt", suffix=".pt", free=True)
     """file for the improved generator; the records are written next to it (.jsonl)"""
     init_from: Literal["scratch", "resume"] = setting("scratch", changeable=True)
     """scratch, or resume an interrupted run of the same settings"""
-    overwrite: bool = setting(False, changeable=True)
+    overwrite: bool = setting(False, free=True)
     """replace an output that exists"""
     allow_unpredictive_reward: bool = setting(False, changeable=True)
     """continue if R2 of the reward model may be 0, or is not recorded"""
@@ -105,7 +104,7 @@ class GRPOSettings(Settings):
     """after a warm-up of 5 % of max_steps; linear and cosine reach 0 at max_steps"""
     reward: Literal["evidence", "natural"] = "evidence"
     """evidence log(m/q) minus the KL to the start (likelihood head), or P(natural)"""
-    reward_function: tuple[str, ...] | None = None
+    reward_function: tuple[str, ...] | None = setting(None, reads="function")
     """FILE.py:NAME ..., used instead of or with the reward model; the files are executed"""
     function_weight: tuple[float, ...] | None = None
     """weight of the advantages of each reward function; None: 1 each"""
@@ -123,9 +122,9 @@ class GRPOSettings(Settings):
     1: never"""
     eval_interval: int = setting(10, minimum=1)
     """steps between evaluations of natural loss and fresh completions"""
-    tracker: Literal["none", "wandb", "tensorboard"] = setting("none", changeable=True)
+    tracker: Literal["none", "wandb", "tensorboard"] = setting("none", free=True)
     """also send the records to Weights & Biases or TensorBoard (pip install it first)"""
-    device: str = setting("auto", changeable=True)
+    device: str = setting("auto", free=True)
     """auto, cpu, cuda, cuda:N or mps; bfloat16 on CUDA, else float32"""
     seed: int = setting(42, minimum=0)
     """seed of prompts and completions"""
@@ -230,8 +229,8 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
     G = settings.group_size
     assert G is not None  # resolved
     scorer.gives_evidence = settings.reward == "evidence"
-    print_choices(settings, policy.num_parameters(), scorer, device)
-    training = Run(settings.output_path, settings, hash_inputs(asdict(settings)))
+    print_choices(settings, policy, device)
+    training = Run(settings.output_path, settings)
     training.start_tracker(settings, "crossover", training.output.stem)
 
     # What learns, and what the saved state contains. In a resumed run, `track` loads the state into
@@ -251,7 +250,7 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
 
     def evaluate(num_steps: int, figures: dict[str, Any]) -> None:
         """Evaluate natural loss and fresh text; keep the best policy that exceeds no cap."""
-        with training.saving_on_error(num_steps, scorer.functions):
+        with training.saving_on_error(num_steps, bool(scorer.functions)):
             evaluation = evaluate_policy(policy, scorer, corpus, settings.seed)
         stops.update(evaluation)
         if not stops.broken_cap:
@@ -275,7 +274,7 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
         # With prefixes=natural take natural text; then log pi_old is NaN and not used.
         rollouts = sample(policy, corpus.train, settings.prefixes, P, G, settings.seed, step + 1)
         # Score: log q and log(m / q) of tokens (R, N - 1); P(natural) and functions of rows (R,).
-        with training.saving_on_error(step, scorer.functions):
+        with training.saving_on_error(step, bool(scorer.functions)):
             scores = scorer(rollouts.ids, rollouts.mask, keep_hidden=settings.credit == "exact")
         # Compare sampled rewards within groups: (R, N - 1). Exact credit adds nothing to them: it
         # compares next tokens in add_gradients.
@@ -366,28 +365,21 @@ def add_gradients(
     return figures
 
 
-def print_choices(
-    settings: GRPOSettings, num_parameters: int, scorer: RewardScorer, device: torch.device
-) -> None:
-    """Print the models, the reward, and what the settings leave to the reward model."""
-    size = format_size(num_parameters)
-    rewards = []
-    if settings.reward_model_path is not None:
-        rewards.append(f"{settings.reward_model_path} ({settings.reward})")
-    for function in scorer.functions:
-        rewards.append(f"{function.name} (executed) with weight {function.weight:g}")
+def print_choices(settings: GRPOSettings, policy: Any, device: torch.device) -> None:
+    """Print what is trained, and what the settings leave to the reward model."""
+    size = format_size(policy.num_parameters())
     print0(
         f"Policy: {settings.base_model_path}, {size}, on {device}\n"
-        f"Reward: {', '.join(rewards)}\n"
-        f"Credit: {settings.credit}; prefixes: {settings.prefixes}; group size: "
-        f"{settings.group_size}; weight of the KL to the start in the loss: {settings.beta:g}"
+        f"Reward: {settings.reward}; credit: {settings.credit}; prefixes: {settings.prefixes}; "
+        f"group size: {settings.group_size}; weight of the KL to the start in the loss: "
+        f"{settings.beta:g}"
     )
 
 
 def write_policy(
     policy: Any, base: dict[str, Any], record: dict[str, Any], settings: GRPOSettings
 ) -> None:
-    """Write the kept policy with the record of its training; print how to measure it.
+    """Write the kept policy with the record of its training.
 
     base: the loaded checkpoint of the start.
     """
@@ -399,16 +391,6 @@ def write_policy(
         f"step {record['kept_step']} (0: the start)"
     )
     print0(f"Saved {path}")
-    start = str(settings.base_model_path)
-    words = ["python", "evaluate.py", "--checkpoints", start, settings.output_path]
-    words += ["--baseline", start, "--part", "report"]
-    for name in ("dataset", "reward_model_path", "reward_function", "function_weight"):
-        values = getattr(settings, name) or ()
-        if isinstance(values, str):
-            values = (values,)
-        if values:
-            words += [f"--{name}", *map(str, values)]
-    print0(f"Measure it on text that selected nothing:\n  {shlex.join(words)}")
 
 
 if __name__ == "__main__":

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from common.device import random_stream, seed_step, select_device
+from common.intervals import format_figure
 from common.log import RunLog, print0
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from lm import checkpoint
-from metrics.reward_skill import describe_skill, measure_skill
+from metrics.reward_skill import measure_skill
 from model import GPT
 from reward.heads import (
     LastRewardModel,
@@ -52,11 +53,11 @@ class RewardModelSettings(Settings):
 
     base_model_path: str | None = setting(None, model_file="required")
     """checkpoint of the generator that wrote the synthetic part (required)"""
-    data_dir: str = "data/reward_dataset"
+    data_dir: str = setting("data/reward_dataset", reads="file")
     """reward dataset, made by prepare_reward_data.py"""
-    output_path: str = setting("logs/reward_model.pt", suffix=".pt")
+    output_path: str = setting("logs/reward_model.pt", suffix=".pt", free=True)
     """the reward model; its records (.jsonl) are next to it"""
-    overwrite: bool = False
+    overwrite: bool = setting(False, free=True)
     """replace an output that exists"""
     head: Literal["likelihood", "last"] = "likelihood"
     """likelihood: log-ratio of two models; last: a new head on a frozen trunk, trained on labels"""
@@ -74,7 +75,7 @@ class RewardModelSettings(Settings):
     """stop after this many epochs without improvement of the selection loss"""
     min_delta: float = setting(1e-5, minimum=0)
     """minimum decrease of the selection loss that resets patience"""
-    device: str = "auto"
+    device: str = setting("auto", free=True)
     """auto, cpu, cuda, cuda:N or mps"""
     seed: int = setting(42, minimum=0)
     """seed of the head's weights and the samples' order"""
@@ -158,7 +159,10 @@ def run(settings: RewardModelSettings) -> dict[str, Any]:
     }
     training = {"settings": asdict(settings), **record}
     checkpoint.save_checkpoint(output, model, base["tokenization"], base["data"], training)
-    print0(f"\nSkill on the report part:\n{describe_skill(skill)}")
+    print0(
+        f"\nOn the report part: R2 {format_figure(skill, 'r2')}, a constant has 0; mean error "
+        f"{skill['mae_tokens']:.1f} of {skill['num_tokens']} tokens, a constant: a quarter"
+    )
     print0(f"Saved {output}")
     return record
 

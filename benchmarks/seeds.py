@@ -26,7 +26,7 @@ from common.files import write_json
 from common.process import run_main
 from common.settings import Settings, parse_settings, setting
 from cycles.ledger import Ledger
-from cycles.results import measured
+from cycles.results import page_figures
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS = (
@@ -84,10 +84,13 @@ def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dic
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "output.txt", "w", encoding="utf-8") as file:
         subprocess.run(command, check=True, env=environment, stdout=file, stderr=file)
-    models = measured(Ledger(folder))
+    records = {}
+    for stage in Ledger(folder).finished():
+        if stage["kind"] in ("evaluation", "controls"):
+            records.update(stage["figures"])
     figures = {}
     for name in MODELS:
-        found = models.get((1, name), {})  # no controls, where GRPO did not start
+        found = page_figures(records[name])
         figures[name] = {figure: found.get(figure) for figure in FIGURES}
     return figures
 

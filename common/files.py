@@ -5,14 +5,11 @@
 A file is written to a partial file next to it, flushed to the disk, and renamed.
 """
 
-import codecs
 import contextlib
 import hashlib
 import json
 import os
 import pickle
-import re
-import shlex
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -89,14 +86,10 @@ def read_pieces(path: str | os.PathLike, newline: str | None = None) -> Iterator
                 )
                 yield piece
     except UnicodeDecodeError as error:
-        encoding = "LATIN1"
-        if re.search(rb"[\x80-\x9f]", error.object):  # control characters in LATIN1
-            encoding = "CP1252"
-        if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            encoding = "UTF-16"
-        command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > new.txt"
-        remedy = f"If it is {encoding}, convert it: {command}"
-        raise UserError(f"ERROR: {path} is not UTF-8 text ({error.reason}). {remedy}") from None
+        raise UserError(
+            f"ERROR: {path} is not UTF-8 text ({error.reason}): convert it, as by "
+            "iconv -f CP1252 -t UTF-8 OLD.txt > NEW.txt (or -f UTF-16)"
+        ) from None
 
 
 def read_text(path: str | os.PathLike, newline: str | None = None) -> str:

@@ -89,9 +89,13 @@ def setting(default: Any, **rules: Any) -> Any:
 
     minimum, maximum, above, below: the range of a number. suffix: what a text ends in.
     model_file='required' or 'optional': the setting names one or more models, which must exist.
+
+    What the setting means for the result, where it is not simply a part of what decides it:
+    reads='file', 'dataset' or 'function': it names what is read, as model_file does: that decides.
+    free=True: it does not influence the result, as a device or an output.
     changeable=True: a resumed run may have another value.
     """
-    assert rules.keys() <= {*RULES, "model_file", "changeable"}, rules
+    assert rules.keys() <= {*RULES, "model_file", "reads", "free", "changeable"}, rules
     return field(default=default, metadata=rules)
 
 

@@ -16,7 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,22 +67,34 @@ def find_texts(paths: Sequence[str | Path], others: Sequence[Text] = ()) -> list
     that is not text, and a text that is given twice or is one of `others`.
     """
     texts = {text.sha256: text for text in others}
-    # An empty word, as of an unset shell variable, would be the current folder.
-    require("" not in paths, "no text is given: pass text files, or folders that hold *.txt files")
-    for path in map(Path, paths):
-        files = texts_below(path) if path.is_dir() else [path]
-        are_files = len(files) > 0 and all(file.is_file() for file in files)
+    for file in text_files(paths):
+        require(file.is_file(), f"{file}: no text file: pass text files, or folders of *.txt")
+        text = scan_text(file)
+        first = texts.setdefault(text.sha256, text)
         require(
-            are_files, f"{path}: no text file: pass text files, or folders that hold *.txt files"
+            first is text,
+            f"the same text is given twice, as {first.path} and as {text.path}: it could be in two "
+            "splits: leave one out",
         )
-        for text in map(scan_text, files):
-            first = texts.setdefault(text.sha256, text)
-            require(
-                first is text,
-                f"the same text is given twice, as {first.path} and as {text.path}: it could be "
-                "in two splits: leave one out",
-            )
     return list(texts.values())[len(others) :]
+
+
+def text_files(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the files that paths name, with the texts below folders.
+
+    Raise UserError for an empty word and for a folder without texts.
+    """
+    files: list[Path] = []
+    for path in paths:
+        found = [Path(path)]
+        if Path(path).is_dir():
+            found = texts_below(Path(path))
+        # An empty word, as of an unset shell variable, would be the current folder.
+        is_named = path != "" and len(found) > 0
+        name = path or "(empty)"
+        require(is_named, f"{name}: no text file: pass text files, or folders of *.txt")
+        files += found
+    return files
 
 
 def texts_below(folder: Path) -> list[Path]:
@@ -149,50 +161,53 @@ def split_segments(texts: Sequence[Text], train_split: float = 0.9) -> Segments:
     return [("train", boundary), ("val", num_characters - boundary)]
 
 
-def cut_segments(texts: Sequence[Text], segments: Segments) -> Iterator[tuple[str, str, bool]]:
-    """Yield the named segments in pieces: the name, the piece, whether the segment ends."""
-    pieces = joined_pieces(texts)
+def cut_segments(texts: Sequence[Text], segments: Segments) -> Iterator[tuple[str, Iterator[str]]]:
+    """Yield the name of each named segment, and its pieces, which can be read once."""
+    stream = joined_pieces(texts)
     rest = ""
-    for name, size in segments:
+
+    def pieces_of(size: int) -> Iterator[str]:
+        nonlocal rest
         while size > 0:
-            rest = rest or next(pieces)
+            rest = rest or next(stream)
             piece = rest[:size]
             rest = rest[size:]
             size -= len(piece)
-            if name:
-                yield name, piece, size == 0
+            yield piece
+
+    for name, size in segments:
+        pieces = pieces_of(size)
+        if name:
+            yield name, pieces
+        for _ in pieces:  # what the caller has not read
+            pass
+
+
+def word_parts(pieces: Iterable[str]) -> Iterator[str]:
+    """Yield a text that is given in pieces in longer parts, which end where a word ends.
+
+    A part has PART_CHARACTERS or more. A text without spaces is cut anywhere.
+    """
+    text = ""
+    for piece in pieces:
+        if len(text) >= PART_CHARACTERS:
+            part = text
+            words = WHOLE_WORDS.match(text)
+            if words is not None:
+                part = words[0]
+            yield part
+            text = text[len(part) :]
+        text += piece
+    yield text
 
 
 def encode_segments(
     texts: Sequence[Text], segments: Segments, tokenizer: TokenizationManager
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Encode each named segment by itself; yield its name and tokens (n,) uint16, part by part.
-
-    A part of a segment ends where a word ends. A text without spaces is cut anywhere.
-    """
-    text = ""
-    for name, piece, is_last in cut_segments(texts, segments):
-        text += piece
-        if len(text) < PART_CHARACTERS and not is_last:
-            continue
-        part = text
-        words = WHOLE_WORDS.match(text)
-        if words is not None and not is_last:
-            part = words[0]
-        yield name, tokenizer.encode(part)
-        text = text[len(part) :]
-
-
-def word_parts(text: str) -> Iterator[str]:
-    """Yield a text in parts of PART_CHARACTERS or fewer, which end where a word ends."""
-    start = 0
-    while start < len(text):
-        part = text[start : start + PART_CHARACTERS]
-        words = WHOLE_WORDS.match(part)
-        if words is not None and start + len(part) < len(text):
-            part = words[0]
-        yield part
-        start += len(part)
+    """Encode each named segment by itself; yield its name and tokens (n,) uint16, part by part."""
+    for name, pieces in cut_segments(texts, segments):
+        for part in word_parts(pieces):
+            yield name, tokenizer.encode(part)
 
 
 def load_text(
@@ -209,10 +224,11 @@ def load_text(
 
 def training_parts(texts: Sequence[Text], segments: Segments) -> Iterator[str]:
     """Yield the segments named `train` in parts of LEARNED_PART characters or fewer."""
-    for name, piece, _ in cut_segments(texts, segments):
+    for name, pieces in cut_segments(texts, segments):
         if name == "train":
-            for start in range(0, len(piece), LEARNED_PART):
-                yield piece[start : start + LEARNED_PART]
+            for piece in pieces:
+                for start in range(0, len(piece), LEARNED_PART):
+                    yield piece[start : start + LEARNED_PART]
 
 
 def make_tokenizer(

@@ -18,7 +18,7 @@ class Ledger:
     `about` has the settings of the run; `planned`, its stages in order, each with the names of
     those that it needs; `finished`, the names of those that this run has made or found made; and
     `outcome`: unfinished, finished, or `failed in STAGE`. A record has name, kind, cycle, settings
-    (`Stage.identity`) and, if it is made, `figures` and `seconds`, None if it was interrupted.
+    (`identity_of`) and, if it is made, `figures` and `seconds`, None if it was interrupted.
     Records of stages that this run has not reached stay in the file for later, but are not
     reported. Raise UserError if the file is damaged.
     """

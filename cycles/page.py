@@ -1,4 +1,4 @@
-"""The page of a run of run_cycles.py: what it shows, text, two pictures and a table.
+"""The page of a run of run_cycles.py: what it shows, text, a picture and a table.
 
 python run_cycles.py --text my_novel.txt --natural_text other_novels/
 """
@@ -6,11 +6,12 @@ python run_cycles.py --text my_novel.txt --natural_text other_novels/
 from pathlib import Path
 
 from common.files import write_text
+from common.intervals import format_figure
 from common.process import warn
 from common.rendering import render
-from cycles import summary, table
+from cycles import summary
 from cycles.ledger import Ledger
-from cycles.pictures import draw_pictures
+from cycles.picture import draw_picture
 from cycles.results import Results
 
 
@@ -31,12 +32,8 @@ def make_page(ledger: Ledger) -> str:
         "page.html",
         __file__,
         name=ledger.folder.resolve().name,
-        expectation=summary.expectation(results),
-        status=summary.status(results),
-        sentence=summary.sentence(results),
-        shortcomings=summary.shortcomings(results),
-        numbers=summary.numbers(results),
         results=results,
-        pictures=draw_pictures(results, ledger.folder),
-        comparison=table.comparison(results),
+        summary=summary,
+        picture=draw_picture(results),
+        format_figure=format_figure,
     )

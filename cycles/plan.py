@@ -3,9 +3,9 @@
 python run_cycles.py --config config/shakespeare_library_cpu.py
 """
 
-import json
+import functools
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,44 +17,9 @@ import train
 import train_grpo
 import train_reward_model
 from common.device import random_stream
-from training.run import hash_inputs
 
 NUM_SAMPLES = 300  # of each model, for the quality of its text, unless the section evaluate sets it
-ARTEFACTS = {  # what a stage of each kind makes: a file, or the folder of reward data
-    "base": "base_model_v1.pt",
-    "natural_model": "natural_model_v1.pt",
-    "reward_data": "reward_data_v{cycle}",
-    "reward_model": "reward_model_v{cycle}.pt",
-    "policy": "base_model_v{next}.pt",
-    "evaluation": "evaluation_v{next}.json",
-    "control_plain": "control_plain_v{next}.pt",
-    "control_sampled": "control_sampled_v{next}.pt",
-    "control_distil": "control_distil_v{next}.pt",
-    "controls": "controls_v{next}.json",
-    "reader": "reward_model_v{cycle}.reader.pt",
-}
-ONLY_FIT: dict[str, Any] = {  # options of detect.py without texts
-    "text": (),
-    "natural_text": (),
-    "generator": None,
-    "natural_model": None,
-    "meta_path": None,
-}
 OUTPUT_OPTIONS = {prepare_reward_data: "output_dir", detect: "reader_path"}  # else output_path
-# The settings that do not change what a stage makes
-NOT_COMPARED = (
-    "out_dir",
-    "checkpoint_name",
-    "output_dir",
-    "output_path",
-    "reader_path",
-    "device",
-    "overwrite",
-    "tracker",
-    "wandb_log",
-    "wandb_project",
-    "wandb_run_name",
-)
 
 
 @dataclass(frozen=True)
@@ -76,16 +41,6 @@ class Stage:
     def name(self) -> str:
         return self.artefact.stem
 
-    def identity(self) -> dict[str, Any]:
-        """Return what determines the artefact: the settings, with hashes in place of inputs."""
-        settings = asdict(self.settings)
-        settings.update(hash_inputs(settings))
-        if self.script is train:
-            settings.update(self.settings.new_shape())
-        for name in NOT_COMPARED:
-            settings.pop(name, None)
-        return dict(json.loads(json.dumps(settings)))  # JSON turns tuples into lists
-
     def run(self, **changes: Any) -> dict[str, Any]:
         """Make the artefact, with some settings changed; return its figures.
 
@@ -101,6 +56,41 @@ class Stage:
         return by_name
 
 
+def add_stage(
+    stages: list[Stage],
+    sections: Mapping[str, Any],
+    script: ModuleType,
+    kind: str,
+    cycle: int,
+    file: str,
+    **options: Any,
+) -> str:
+    """Add a stage that makes a file or folder; return its path.
+
+    Its section is named after its kind, or else after its script.
+    """
+    section = kind if kind in sections else script.__name__
+    run = sections["run_cycles"]
+    output = f"{run.out_dir}/{file}"
+    if script is train:
+        options.update(out_dir=run.out_dir, checkpoint_name=file)
+    else:
+        options[OUTPUT_OPTIONS.get(script, "output_path")] = output
+    # With the seed of cycle 1, a later cycle would draw the same random numbers again.
+    if cycle > 1 and hasattr(sections[section], "seed"):
+        draw = random_stream(sections[section].seed, "cycle", cycle)
+        options["seed"] = int(draw.integers(2**31))
+    if sections[section].device == "auto":
+        options["device"] = run.device
+    settings = replace(sections[section], **options)
+    needs: set[str] = set()
+    for stage in stages:
+        if str(stage.artefact) in vars(settings).values():
+            needs.update([stage.name, *stage.needs])
+    stages.append(Stage(kind, cycle, section, Path(output), script, settings, sorted(needs)))
+    return output
+
+
 def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]:
     """Return the stages of all cycles, in the order in which they run.
 
@@ -114,44 +104,17 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
     natural_corpus = settings.natural_dataset
     stages: list[Stage] = []
 
-    def add(script: ModuleType, kind: str, cycle: int, **options: Any) -> str:
-        """Add a stage; return the path of what it makes.
-
-        Its section is named after its kind, or else after its script.
-        """
-        section = kind if kind in sections else script.__name__
-        name = ARTEFACTS[kind].format(cycle=cycle, next=cycle + 1)
-        output = f"{settings.out_dir}/{name}"
-        if script is train:
-            options.update(out_dir=settings.out_dir, checkpoint_name=name)
-        else:
-            options[OUTPUT_OPTIONS.get(script, "output_path")] = output
-        # With the seed of cycle 1, a later cycle would draw the same random numbers again.
-        if cycle > 1 and hasattr(sections[section], "seed"):
-            draw = random_stream(sections[section].seed, "cycle", cycle)
-            options["seed"] = int(draw.integers(2**31))
-        if sections[section].device == "auto":
-            options["device"] = settings.device
-        changed = replace(sections[section], **options)
-        needs: set[str] = set()
-        for stage in stages:
-            if str(stage.artefact) in vars(changed).values():
-                needs.update([stage.name, *stage.needs])
-        stages.append(Stage(kind, cycle, section, Path(output), script, changed, sorted(needs)))
-        return output
+    add = functools.partial(add_stage, stages, sections)
 
     # the generator, and a model of natural text
-    first = add(train, "base", 0, dataset=corpus)
+    first = add(train, "base", 0, "base_model_v1.pt", dataset=corpus)
     is_likelihood = sections["train_reward_model"].head == "likelihood"
     natural_model = settings.natural_model or sections["train_reward_model"].natural_model_path
     if is_likelihood and not natural_model:
         start = first if natural_corpus == corpus else "scratch"
+        options = {"init_from": sections["natural_model"].init_from or start}
         natural_model = add(
-            train,
-            "natural_model",
-            0,
-            dataset=natural_corpus,
-            init_from=sections["natural_model"].init_from or start,
+            train, "natural_model", 0, "natural_model_v1.pt", dataset=natural_corpus, **options
         )
 
     task = sections["train_grpo"]
@@ -162,10 +125,12 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
     generator = first
     plain = first
     for cycle in range(1, settings.num_cycles + 1):
+        after = cycle + 1
         reward_data = add(
             prepare_reward_data,
             "reward_data",
             cycle,
+            f"reward_data_v{cycle}",
             model_path=generator,
             input_mode="binary",
             train_bin=f"{corpus}/train.bin",
@@ -175,6 +140,7 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
             train_reward_model,
             "reward_model",
             cycle,
+            f"reward_model_v{cycle}.pt",
             base_model_path=generator,
             natural_model_path=natural_model,
             data_dir=reward_data,
@@ -184,7 +150,7 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
             "base_model_path": generator,
             "reward_model_path": reward_model,
         }
-        policy = add(train_grpo, "policy", cycle, **inputs)
+        policy = add(train_grpo, "policy", cycle, f"base_model_v{after}.pt", **inputs)
 
         # calibrated losses, and the quality of fresh text
         measured: dict[str, Any] = {
@@ -202,29 +168,29 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
             measured["part"] = "report"
         models = filter(None, [first, generator, policy, natural_model])
         measured["checkpoints"] = tuple(dict.fromkeys(models))
-        add(evaluate, "evaluation", cycle, **measured)
+        add(evaluate, "evaluation", cycle, f"evaluation_v{after}.json", **measured)
 
         # the controls, with which the policy is compared
         controls = []
         if "control_plain" in used:
-            options = {"dataset": corpus}
-            options["init_from"] = sections["control_plain"].init_from or plain
-            if options["init_from"] == "scratch":  # the steps of all cycles so far
-                options["max_iters"] = cycle * sections["control_plain"].max_iters
-            plain = add(train, "control_plain", cycle, **options)
+            options = {"init_from": sections["control_plain"].init_from or plain}
+            file = f"control_plain_v{after}.pt"
+            plain = add(train, "control_plain", cycle, file, dataset=corpus, **options)
             controls.append(plain)
+        inputs["allow_unpredictive_reward"] = True  # as the policy has passed
         learned = {
             "control_sampled": {"credit": "token", **functions},
             "control_distil": {"prefixes": "natural"},
         }
-        inputs["allow_unpredictive_reward"] = True  # as the policy has passed
-        for kind, options in learned.items():
+        for kind, differing in learned.items():
             if kind in used and is_likelihood:
-                controls.append(add(train_grpo, kind, cycle, **inputs, **options))
+                file = f"{kind}_v{after}.pt"
+                controls.append(add(train_grpo, kind, cycle, file, **inputs, **differing))
         if controls:
             measured["checkpoints"] = tuple(controls)
-            add(evaluate, "controls", cycle, **measured)
+            add(evaluate, "controls", cycle, f"controls_v{after}.json", **measured)
         if is_likelihood:
-            add(detect, "reader", cycle, reward_model_path=reward_model, **ONLY_FIT)
+            file = f"reward_model_v{cycle}.reader.pt"
+            add(detect, "reader", cycle, file, reward_model_path=reward_model)
         generator = policy
     return stages

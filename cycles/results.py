@@ -2,7 +2,7 @@
 
     python -c "from cycles.results import *; print(Results(Ledger(Path('out/my_novel'))).models)"
 
-`Results` reads the ledger once; summary.py, table.py and page.py only format what it holds. The 95%
+`Results` reads the ledger once; the picture and the templates only format what it holds. The 95%
 interval of a figure x is x_low and x_high. A figure that is not measured is left out.
 """
 
@@ -27,23 +27,27 @@ KINDS = {  # of models, by the kind of the stage that makes them
 # The losses that are compared, and the losses of the blocks of text, or of the samples.
 PAIRED = {"calibrated_loss": "blocks", "judge_loss": "judge_by_sample"}
 DIGITS = 3  # of differences
-BETTER = "better"
-WORSE = "worse"
-NO_DIFFERENCE = "no difference shown"
+# The numbers of generator and policy: form and label. The last three that are measured are shown.
+NUMBERS = {
+    "judge_loss": (".2f", "judge's loss of its text at natural diversity, nats per character"),
+    "unknown_words": (".1%", "unknown words in its text at natural diversity"),
+    "fresh_p_natural": (".2f", "P(natural) of what it writes at temperature 1"),
+    "calibrated_loss": (".3f", "calibrated loss on unseen text, nats per character"),
+    "fresh_function_reward": (".3f", "task reward of its text at temperature 1"),
+}
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a run knows of a model.
+    """What a run knows of a model that it has measured.
 
-    cycle: the cycle whose policy it is compared with. seconds: of its training and of all stages
-    that this needs; None if it is not part of the run. figures: see `page_figures`; {} if it is not
-    measured. differences: policy - model, for each loss in PAIRED that both have.
+    kind: a value of KINDS. seconds: of its training and of all stages that this needs; None if it
+    is not part of the run. figures: see `page_figures`. differences: policy - model, for each loss
+    in PAIRED that both have.
     """
 
     kind: str
     label: str
-    cycle: int
     seconds: float | None
     figures: Record
     differences: Record
@@ -54,81 +58,94 @@ class Model:
         if low is None:
             return ""
         if self.differences[f"{name}_high"] < 0:
-            return BETTER
+            return "better"
         if low > 0:
-            return WORSE
-        return NO_DIFFERENCE
+            return "worse"
+        return "no difference shown"
 
 
 class Results:
     """What a run knows so far.
 
-    models: those that are trained, in the order of the plan. cycle: the last one whose policy is
-    evaluated, or 0. compared: the measured models of this cycle by their kinds, "generator",
-    "policy" and others. natural: the figures of natural text, named as those of a model. Both are
-    empty if cycle is 0. judge_text: see docs/reference.md; "" if not measured. task: the names of
-    the reward functions, joined by +, or "". select_losses: of generator and natural model, those
-    that this run has trained, in nats per character of the select part.
+    cycle: the last one whose policy is evaluated, or 0. models: those that this cycle measured.
+    by_kind: the same by their kinds; `policy` is that of this cycle. natural: the figures of
+    natural text, named as those of a model. task: the names of the reward functions, joined by +,
+    or "".
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.about = ledger.about
         self.num_finished = len(ledger.finished())
         self.task = "+".join(name.rpartition(":")[2] for name in self.about["task"])
-        self.select_losses = []
-        for stage in [*ledger.finished("base"), *ledger.finished("natural_model")]:
-            figures = stage["figures"]
-            self.select_losses.append(figures["select_loss"] / figures["characters_per_token"])
         self.cycle = max((stage["cycle"] for stage in ledger.finished("evaluation")), default=0)
-        self.models = read_models(ledger, self.cycle or 1)
-        last = [model for model in self.models if model.figures and model.cycle == self.cycle]
-        self.compared = {model.kind: model for model in last}
+        measured = {}
+        for stage in ledger.finished():
+            if stage["kind"] in ("evaluation", "controls") and stage["cycle"] == self.cycle:
+                measured.update(stage["figures"])
+        self.models = []
+        for name, record in measured.items():
+            policy = page_figures(measured[f"base_model_v{self.cycle + 1}"])
+            self.models.append(read_model(ledger, name, page_figures(record), policy))
+        self.by_kind = {model.kind: model for model in self.models}
         self.natural: Record = {}
-        self.judge_text = ""
-        if self.cycle:
-            figures = self.compared["generator"].figures
-            self.judge_text = figures.get("judge_text", "")
+        if self.models:
+            figures = self.models[0].figures
             self.natural = {
                 **figures.get("natural", {}),
                 "fresh_p_natural": figures.get("natural_p_natural"),
                 "fresh_function_reward": figures.get("natural_function_reward"),
             }
 
+    def has_gained(self) -> bool:
+        """Return whether the policy's text is shown to be better than the generator's.
 
-def read_models(ledger: Ledger, last_cycle: int) -> list[Model]:
-    """Return the trained models; generator and natural model as the last cycle measured them.
+        With a task, its reward decides, by intervals that do not overlap.
+        """
+        generator = self.by_kind["generator"]
+        if not self.task:
+            return generator.verdict("judge_loss") == "better"
+        high: float = generator.figures.get("fresh_function_reward_high", math.inf)
+        low: float = self.by_kind["policy"].figures.get("fresh_function_reward_low", math.nan)
+        return high < low
 
-    The user's own natural model, which no stage trains, follows the generator.
+    def labels(self, name: str, verdict: str) -> list[str]:
+        """Return the models beside which the policy has this verdict of a loss."""
+        return [model.label for model in self.models if model.verdict(name) == verdict]
+
+    def numbers(self) -> list[list[str]]:
+        """Return up to three figures as text: the label, before GRPO, after it."""
+        found = []
+        for name, (form, label) in NUMBERS.items():
+            values = [self.by_kind[kind].figures.get(name) for kind in ("generator", "policy")]
+            if None in values:
+                continue
+            natural = self.natural.get(name)
+            if natural is not None:
+                label += f" (natural text: {natural:{form}})"
+            found.append([label, *(format(value, form) for value in values)])
+        return found[-3:]
+
+
+def read_model(ledger: Ledger, name: str, figures: Record, policy: Record) -> Model:
+    """Return a measured model: its figures, and their difference from the policy's.
+
+    A model that the ledger does not have is the user's own natural model.
     """
-    figures = measured(ledger)
-    stages = [stage for stage in ledger.finished() if stage["kind"] in KINDS]
-    if (last_cycle, "natural_model") in figures:
-        stages.insert(1, {"name": "natural_model", "kind": "natural_model", "cycle": 0})
-    models = []
-    for stage in stages:
-        kind = KINDS[stage["kind"]]
-        cycle = stage["cycle"] or last_cycle
-        label = kind
-        if stage["cycle"] and ledger.about["settings"]["num_cycles"] > 1:
-            label += f", cycle {cycle}"
-        own = figures.get((cycle, stage["name"]), {})
-        differences = {}
-        if kind != "policy":
-            differences = subtract(figures.get((cycle, f"base_model_v{cycle + 1}"), {}), own)
-        models.append(
-            Model(kind, label, cycle, seconds_of(ledger, stage["name"]), own, differences)
-        )
-    return models
-
-
-def measured(ledger: Ledger) -> dict[tuple[int, str], dict[str, Any]]:
-    """Return the figures of all models that are evaluated, by cycle and name."""
-    figures = {}
-    for stage in ledger.finished():
-        if stage["kind"] in ("evaluation", "controls"):
-            for name, record in stage["figures"].items():
-                figures[stage["cycle"], name] = page_figures(record)
-    return figures
+    kind = "natural_model"
+    seconds = None
+    if name in ledger.records:
+        kind = ledger.records[name]["kind"]
+        stages = [name, *ledger.about["planned"][name]]
+        all_seconds = [ledger.records[stage]["seconds"] for stage in stages]
+        if None not in all_seconds:  # none was interrupted
+            seconds = sum(all_seconds)
+    label = KINDS[kind]
+    if kind == "policy" and ledger.about["settings"]["num_cycles"] > 1:
+        label += f", cycle {ledger.records[name]['cycle']}"
+    differences = {}
+    if kind != "policy":
+        differences = subtract(policy, figures)
+    return Model(KINDS[kind], label, seconds, figures, differences)
 
 
 def page_figures(record: Record) -> dict[str, Any]:
@@ -170,17 +187,3 @@ def subtract(policy: Record, model: Record) -> dict[str, Any]:
             if value is not None:
                 differences[part] = round(value, DIGITS) + 0.0  # no -0.0
     return differences
-
-
-def seconds_of(ledger: Ledger, name: str) -> float | None:
-    """Return the seconds of a stage and of all that it needs.
-
-    Return None for the user's own model, and if one of the stages was interrupted.
-    """
-    if name not in ledger.records:
-        return None
-    needed = [name, *ledger.about["planned"][name]]
-    seconds = [ledger.records[each]["seconds"] for each in needed]
-    if None in seconds:
-        return None
-    return sum(seconds)

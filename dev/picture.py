@@ -78,7 +78,7 @@ def main() -> None:
     ledger = Ledger(Path(*sys.argv[1:2]))
     models = {}
     if ledger.about.get("outcome") == "finished":
-        models = Results(ledger).compared
+        models = Results(ledger).by_kind
     if not models or "passages" not in models["generator"].figures:
         raise UserError(
             f"ERROR: {ledger.folder} is no finished run with passages: "

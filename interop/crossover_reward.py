@@ -62,10 +62,12 @@ class CrossoverReward:
         if the models do not have an id; the reward is then as before.
         """
         is_ids = isinstance(blocks, Tensor) and blocks.dtype == torch.int64 and blocks.dim() == 2
-        require(is_ids, "fit takes natural tokens: a tensor (n, T) int64, a block a row")
-        count, T = blocks.shape
-        is_enough = count >= 4 and T >= 2
-        require(is_enough, f"{count} blocks of {T} tokens: at least four of two tokens are needed")
+        require(
+            is_ids and len(blocks) >= 4 and blocks.size(1) >= 2,
+            "fit takes natural tokens: a tensor (n, T) int64, a block a row, at least four blocks "
+            "of two tokens",
+        )
+        T = blocks.size(1)
         reader = CausalReader(self.head, T, ("1",))
         reader.log_scale.requires_grad_(False)  # the reward's evidence has none
         reader.fit(*blocks.chunk(2))

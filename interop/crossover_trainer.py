@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast, is_peft_model
-from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import _ForwardRedirection
@@ -134,10 +133,6 @@ class CrossoverTrainer(GRPOTrainer):
         require(reward.is_fitted, "the reward has no weight yet: call its fit(), or pass weight=")
         self._token_weights: Tensor | None = None  # only while the loss is computed
         self._sums: dict[str, Tensor] = {}  # of FIGURES and of tokens since the last log, by mode
-        for name in ("train_dataset", "eval_dataset"):
-            dataset = getattr(self, name)
-            if isinstance(dataset, Dataset):  # streams and several datasets are checked when read
-                self._check_prompts(dataset, name)
         require(
             not self.aux_loss_enabled,
             "the model has a loss of routers, which would be left out: set router_aux_loss_coef=0",
@@ -146,16 +141,16 @@ class CrossoverTrainer(GRPOTrainer):
         for causal_model in (self.policy, head.natural, generator):
             check_logits(causal_model)
 
-    def _check_prompts(self, examples: Iterable[Mapping[str, Any]], place: str) -> None:
+    def _check_prompts(self, examples: Iterable[Mapping[str, Any]]) -> None:
         """Raise UserError unless each example has a prompt, or gets one from an environment."""
         if self.environment_factories is not None:
             return
         start = self._tokenizer(text="")["input_ids"]
-        for row, example in enumerate(examples):
+        for example in examples:
             columns = ", ".join(example)
-            require("prompt" in example, f"{place} has no column prompt: it has {columns}")
+            require("prompt" in example, f"the data have no column prompt: they have {columns}")
             has_tokens = bool(example["prompt"] or start)
-            require(has_tokens, f"row {row} of {place} has an empty prompt: leave it out")
+            require(has_tokens, "the data have an empty prompt: leave it out")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss () of a batch, after its backward pass."""
@@ -169,7 +164,7 @@ class CrossoverTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's batch with the advantages (B, C) of sampled tokens."""
-        self._check_prompts(inputs, "the batch")
+        self._check_prompts(inputs)
         batch = super()._generate_and_score_completions(inputs)
         if batch["num_items_in_batch"] == 0:
             warn(

@@ -7,7 +7,6 @@ rows of queries, keys and values are ordered (H, 3, D), ours (3, H, D).
 """
 
 import importlib
-import os
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -26,7 +25,7 @@ GPT2_TEXT = "Crossover: don't re-tokenize\n"
 GPT2_IDS = [34, 23954, 25, 836, 470, 302, 12, 30001, 1096, 198]
 # By model type of transformers: GPTConfig.position, and their setting for the activation.
 MODEL_TYPES = {"gpt2": ("learned", "activation_function"), "gpt_neox": ("rope", "hidden_act")}
-WAY_OUT = "use GPT-2 or what interop/export.py writes; other models: TRL, see docs/guide.md"
+WAY_OUT = "use GPT-2 or our export, as safetensors; for other models see TRL in docs/guide.md"
 # Fields of GPTConfig, and the settings of transformers that mean the same.
 SETTINGS = {
     "block_size": "max_position_embeddings",
@@ -95,11 +94,6 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
         "pass the file of a checkpoint (.pt)",
     )
     transformers = load_transformers()
-    require(
-        any(folder.glob("*.safetensors")),
-        f"{folder} has no *.safetensors, only {sorted(os.listdir(folder))}: convert it with "
-        f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(NEW)",
-    )
     with reading(folder, WAY_OUT):
         theirs = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         records = getattr(theirs, "crossover", {})  # of our export

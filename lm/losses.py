@@ -1,6 +1,6 @@
 """Log-probabilities of tokens, and losses of a language model over batches.
 
-    python -c "import torch, losses; print(losses.token_log_probs(torch.zeros(9), torch.tensor(0)))"
+    python -c "import torch, lm.losses as l; print(l.mean_over_mask(*torch.ones(2, 1, 9)))"
 
 This module keeps no state. Shapes: B sequences of T tokens, V token ids. Formulas are computed in
 float32, or in float64 if their input has that dtype.

@@ -8,14 +8,13 @@ intervals are whole blocks.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.device import float64
-from common.intervals import confidence_interval, format_figure
+from common.intervals import confidence_interval
 
 
 def row_terms(prediction: Tensor, target: Tensor) -> Tensor:
@@ -78,12 +77,3 @@ def measure_skill(
         "r2_high": high,
         "num_blocks": len(block_ids),
     }
-
-
-def describe_skill(skill: Mapping[str, Any]) -> str:
-    """Return the figures of `measure_skill` as two lines of text."""
-    return (
-        f"  R2 {format_figure(skill, 'r2')}, 95% interval in brackets; a constant has 0\n"
-        f"  MAE {skill['mae_tokens']:.1f} of {skill['num_tokens']} tokens, {skill['mae']:.4f} of "
-        "the sequence (a constant: about 0.25)"
-    )

@@ -102,14 +102,13 @@ class TextQuality:
         length: int,
         num_samples: int,
         judged: str,
-        prompt_share: float = PROMPT_SHARE,
         judge_text: str = "unread",
     ) -> None:
         """Take prompts from a natural text (n,), in rows of N = length tokens.
 
-        library: natural texts from which the known words come. prompt_share: the prompt's share of
-        a row. judged: natural text from which the judge comes. judge_text: what is known of that
-        text, "unread" by the models or "natural"; it is reported with the figures.
+        library: natural texts from which the known words come. judged: natural text from which the
+        judge comes. judge_text: what is known of that text, "unread" by the models or "natural"; it
+        is reported with the figures.
         """
         self.tokenizer = tokenizer
         self.tokens = tokens
@@ -117,8 +116,8 @@ class TextQuality:
         self.judge_text = judge_text
         self.known_words = frozenset(words_of(library))
         num_swept = min(SWEEP_SAMPLES, num_samples)
-        self.sweep = spread_prompts(tokens, length, num_swept, prompt_share, SEED, "sweep")
-        self.report = spread_prompts(tokens, length, num_samples, prompt_share, SEED, "samples")
+        self.sweep = spread_prompts(tokens, length, num_swept, PROMPT_SHARE, SEED, "sweep")
+        self.report = spread_prompts(tokens, length, num_samples, PROMPT_SHARE, SEED, "samples")
         self.prompt_length = int(self.report.prefix_lengths[0])
         _, swept = self.texts(self.natural_rows(self.sweep))
         self.distinct_pairs = DistinctPairs(swept)

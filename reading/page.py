@@ -53,16 +53,10 @@ def find_passages(ends: np.ndarray, reading: Reading, ways: tuple[str, ...]) -> 
 def describe_passages(name: str, text: str, figures: dict[str, Any]) -> list[str]:
     """Return the lines about a text in the terminal: one, and one for each of its passages."""
     passages = figures["passages"]
-    finding = f"passages that look written by {figures['generator']}: {len(passages)}"
-    if not passages:
-        finding = f"no text of {figures['generator']} is found"
-    if figures["crossover"]:
-        low, high = figures["crossover"]
-        finding = (
-            f"{figures['generator']} wrote everything after character {passages[0]['start']:,} "
-            f"(95 % interval: {low:,} to {high:,})"
-        )
-    lines = [f"{name}: {finding}; probability that it wrote nothing {figures['all_natural']:.3f}"]
+    lines = [
+        f"{name}: passages that look written by {figures['generator']}: {len(passages)}; "
+        f"probability that it wrote nothing {figures['all_natural']:.3f}"
+    ]
     if not figures["is_usual"]:
         lines.append("  unlike the texts that the reader was fitted on: this may be wrong")
     for passage in passages[:MOST_SHOWN]:
@@ -72,6 +66,11 @@ def describe_passages(name: str, text: str, figures: dict[str, Any]) -> list[str
         lines.append(f'  {start:,} to {end:,}, P(natural) {passage["natural"]:.2f}: "{quote}"')
     if len(passages) > MOST_SHOWN:
         lines.append(f"  and {len(passages) - MOST_SHOWN} more, on the page")
+    if figures["crossover"]:
+        low, high = figures["crossover"]
+        lines.append(
+            f"  it goes on to the end; 95 % interval of its beginning: {low:,} to {high:,}"
+        )
     return lines
 
 

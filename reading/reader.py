@@ -330,17 +330,16 @@ class Reader:
         )
 
     def save(self, path: str | Path, fitted_on: Mapping[str, str]) -> None:
-        """Write what was fitted to a file. fitted_on: hashes of models and texts, by name."""
+        """Write what was fitted to a file. fitted_on: what decides it, by name."""
         contents = {name: getattr(self, name) for name in (*FITTED, "figures")}
-        identity = {**fitted_on, "sampling": " ".join(self.ways)}
-        save_state(path, {**contents, "identity": identity})
+        save_state(path, {**contents, "identity": dict(fitted_on)})
         print0(f"Saved {path}")
 
     def load(self, path: str | Path, fitted_on: Mapping[str, str]) -> dict[str, str]:
         """Read what `save` has written, and return its fitted_on; nothing is executed.
 
-        Raise UserError if the file is damaged, or was fitted on other models, texts or sampling
-        settings. fitted_on: as far as it is known.
+        Raise UserError if the file is damaged, or was fitted on anything else. fitted_on: what
+        decides it, as far as it is known.
         """
         contents = load_state(path, WAY_OUT)
         with reading(path, WAY_OUT):
@@ -350,8 +349,7 @@ class Reader:
             identity = dict(contents["identity"])
             self.read(torch.arange(4) % 2)  # what it holds must fit together
             self.describe()
-        now = {**fitted_on, "sampling": " ".join(self.ways)}
-        others = [name for name in now if now[name] != identity.get(name)]
+        others = [name for name in fitted_on if fitted_on[name] != identity.get(name)]
         finding = f"{path} was fitted with another {', '.join(others)}"
         require(not others, f"{finding}: pass another --reader_path, to fit a new one")
         return identity

@@ -5,12 +5,10 @@
 Shapes: R sequences of N tokens.
 """
 
-import asyncio
 import contextlib
 import functools
 import runpy
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,18 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.imports import check_clashes
 from common.process import UserError, one_line, require
-
-RESERVED_ENDINGS = ("_low", "_high")  # of the ends of intervals: fresh_reward_NAME_low
 
 
 class RewardFunction:
     """A user's function in TRL's form, and its weight.
 
     The function is called with keywords: prompts, completions (R str each), prompt_ids and
-    completion_ids (R lists of int each). It accepts those that it does not use as **kwargs. It may
-    be async.
+    completion_ids (R lists of int each). It accepts those that it does not use as **kwargs.
     """
 
     def __init__(
@@ -64,8 +58,6 @@ class RewardFunction:
                 prompt_ids=prompts,
                 completion_ids=completions,
             )
-            if asyncio.iscoroutine(returned):  # of an async function, as TRL awaits it
-                returned = asyncio.run_coroutine_threadsafe(returned, event_loop()).result()
             rewards = torch.as_tensor(returned, dtype=torch.float32, device="cpu").detach()
             require(
                 rewards.shape == ids.shape[:1] and bool(rewards.isfinite().all()),
@@ -85,7 +77,7 @@ class RewardFunction:
                 place = ""
                 for frame in traceback.extract_tb(error.__traceback__):
                     if frame.filename == self.file:
-                        place = f" at line {frame.lineno} of {self.file}"
+                        place = f" at line {frame.lineno}"
                 finding = f"raised {type(error).__name__}{place}: {finding:.200}; correct it"
             raise UserError(f"ERROR: reward_function={self.name}: {finding}") from None
 
@@ -102,11 +94,10 @@ def load_functions(
     names = names or ()
     weights = weights or [1.0] * len(names)
     short_names = [name.rpartition(":")[2] for name in names]
-    free = {name for name in short_names if not f"_{name}".endswith(RESERVED_ENDINGS)}
     require(
-        len(free) == len(names),
+        len({*short_names}) == len(names),
         f"reward_function: {' '.join(short_names)}: names must differ, because figures are named "
-        "after them, and must not end in _low or _high: use another name, as in short = score",
+        "after them: use another name, as in short = score",
     )
     require(
         len(weights) == len(names),
@@ -117,19 +108,10 @@ def load_functions(
 
 
 @functools.cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop of all async functions, in a thread, because a notebook has its own loop."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
-@functools.cache
 def execute_file(path: str) -> dict[str, Any]:
     """Return the names that a file defines. It may import other files of its folder.
 
     Functions of the same file share one execution.
     """
-    check_clashes(Path(path))
     sys.path.append(str(Path(path).resolve().parent))  # last: files there hide no other module
     return runpy.run_path(path)

@@ -75,7 +75,7 @@ def test_a_wrong_device_name_or_output_is_refused(script, good, tmp_path):
         ("train_grpo", {"beta": "nan", "reward_threshold": 1.5, "output_path": "policy.png"}),
         ("evaluate", {"samples": 1, "checkpoints": ["nowhere.pt"]}),
         ("sample", {"temperature": "inf", "top_k": 0, "max_new_tokens": -1}),
-        ("run_cycles", {"num_cycles": 0, "perplexity_patience": 0}),
+        ("run_cycles", {"num_cycles": 0, "natural_model": "nowhere.pt"}),
     ],
 )
 def test_all_errors_are_reported_at_once(script, wrong, good, tmp_path):

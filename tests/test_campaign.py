@@ -1,4 +1,4 @@
-"""Try to break what the project promises, with values, files and kills drawn by Hypothesis.
+"""Try to break what the project promises, with values and files drawn by Hypothesis.
 
     make campaign EXAMPLES=1000
 
@@ -7,9 +7,6 @@ pytest's --hypothesis-seed. Bad input must end in success or in clear words and 
 """
 
 import pickle
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,21 +17,14 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
-    CONFIG,
-    CONTROLS,
     NUM_EXAMPLES,
-    ROOT,
     Finished,
     Harmful,
-    as_arguments,
-    assert_same_weights,
     call,
-    folder_bytes,
     refuse,
     settings_of,
-    weights,
 )
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 campaign = settings(
@@ -202,66 +192,3 @@ def test_checkpoints_with_code_or_impossible_weights(
             del options["max_epochs"]
         refuse(script, **options)
         assert not marker.exists()
-
-
-# --------------------------------------------------------------------------------------------------
-# kills
-
-
-def start_loop(folder: Path, corpus: Path) -> subprocess.Popen:
-    """Start run_cycles.py on a tiny loop with controls, in a group of processes of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "loop.py").write_text(CONFIG + CONTROLS)
-    options = {"config": "loop.py", "dataset": corpus, "out_dir": "out", "num_cycles": 1}
-    command = [sys.executable, ROOT / "run_cycles.py", *as_arguments({**options, "device": "cpu"})]
-    with open(folder / "log", "a") as log:
-        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
-
-
-def finish(process: subprocess.Popen, folder: Path) -> None:
-    """Wait for the end of a loop, which must succeed."""
-    assert process.wait(600) == 0, (folder / "log").read_text()[-2000:]
-
-
-@pytest.fixture(scope="session")
-def undisturbed(once, corpus):
-    """The folder of a tiny loop that ran to its end."""
-    return once("loop", lambda folder: finish(start_loop(folder, corpus), folder))
-
-
-def assert_same_artefacts(one: Path, other: Path) -> None:
-    """Compare the tensors of every model and reward dataset below two folders."""
-    ours, theirs = ({*folder_bytes(folder)} for folder in (one, other))
-    names = [name for name in sorted(ours | theirs) if name.endswith((".pt", "_x.bin", "_y.bin"))]
-    assert len(names) > 5
-    for name in names:
-        if name.endswith(".pt"):
-            assert_same_weights(weights(one / name), weights(other / name))
-        else:
-            assert (one / name).read_bytes() == (other / name).read_bytes()
-
-
-@pytest.mark.skipif(not NUM_EXAMPLES, reason="test_run_cycles.py interrupts a run")
-@settings(campaign, max_examples=max(1, NUM_EXAMPLES // 50), phases=[Phase.generate])
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]),
-            st.floats(0.5, 9),
-        ),
-        min_size=1,
-        max_size=3,
-    )
-)
-def test_a_loop_that_is_killed_ends_in_the_same_tensors(undisturbed, corpus, kills):
-    with own_folder() as folder:
-        for number, seconds in kills:
-            process = start_loop(folder, corpus)
-            try:
-                process.wait(seconds)
-                break  # it was through
-            except subprocess.TimeoutExpired:
-                process.send_signal(number)
-                process.wait(600)
-        finish(start_loop(folder, corpus), folder)
-        assert_same_artefacts(undisturbed / "out", folder / "out")

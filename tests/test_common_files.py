@@ -6,7 +6,6 @@ pytest tests/test_common_files.py
 import contextlib
 import os
 import pickle
-import shlex
 import zipfile
 from pathlib import Path
 
@@ -59,15 +58,11 @@ def test_a_byte_order_mark_is_not_text(tmp_path, monkeypatch):
     assert list(files.read_pieces(tmp_path / "a.txt")) == ["na", "ïv", "e\n", "\ufeff"]
 
 
-@pytest.mark.parametrize("encoding", ["LATIN1", "CP1252", "UTF-16"])
-def test_the_command_for_another_encoding_has_the_path_as_one_word(tmp_path, encoding):
-    path = tmp_path / "my novel.txt"
-    text = "“voilà”" if encoding == "CP1252" else "voilà"
-    path.write_bytes(text.encode(encoding))
-    with pytest.raises(UserError) as caught:
+def test_another_encoding_is_refused_with_the_way_out(tmp_path):
+    path = tmp_path / "novel.txt"
+    path.write_bytes("voilà".encode("UTF-16"))
+    with pytest.raises(UserError, match=r"novel.txt is not UTF-8 text .* iconv -f CP1252 "):
         list(files.read_pieces(path))
-    command = str(caught.value).partition("convert it: ")[2]
-    assert shlex.split(command)[:-2] == ["iconv", "-f", encoding, "-t", "UTF-8", str(path)]
 
 
 def test_json_comes_back(tmp_path):

@@ -1,11 +1,10 @@
-"""Tests of cycles/: ledger, results, sentence, numbers, table, pictures, page.
+"""Tests of cycles/: ledger, results, sentence, numbers, picture, page.
 
 pytest tests/test_cycles.py
 """
 
 import copy
 import html
-import json
 import re
 from pathlib import Path
 
@@ -15,17 +14,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
 from tokenizers.decoders import ByteFallback
 
 from common.process import UserError
-from cycles import pictures
 from cycles.ledger import Ledger
 from cycles.page import make_page, write_page
-from cycles.pictures import draw_pictures, draw_progress
+from cycles.picture import COLOURS, draw_picture
 from cycles.results import Results
 from cycles.summary import headline, sentence, shortcomings
-from cycles.table import comparison
 from reading.page import read_tokens
 from tokenization_manager import TokenizationManager
 
@@ -101,17 +97,10 @@ STAGES = {  # kind, cycle, figures
 
 LEARNING = ["base_model_v1", "natural_model_v1", "reward_model_v1"]
 NEEDED = dict.fromkeys(("base_model_v2", "control_sampled_v2", "control_distil_v2"), LEARNING)
-RECORD = {  # of the log of train_grpo.py
-    "step": 0,
-    "fresh_p_natural": 0.5,
-    "fresh_p_natural_low": 0.4,
-    "fresh_p_natural_high": 0.6,
-    "natural_p_natural": 1,
-}
 
 
 def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
-    """Return the ledger of one cycle in a folder, with the policy's log if that exists.
+    """Return the ledger of one cycle in a folder.
 
     A change is the figures of a stage, or None if this run has not reached it.
     """
@@ -124,8 +113,6 @@ def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
         "num_cycles": 1,
     }
     ledger = Ledger(Path(out))
-    if ledger.folder.is_dir():
-        (ledger.folder / "base_model_v2.jsonl").write_text(json.dumps(RECORD) + "\n")
     ledger.about = {
         "settings": settings,
         "task": [],
@@ -167,13 +154,8 @@ def gained(judge: float | None, unknown: float | None, loss: float, spread=0.02,
 
 def test_sentence_of_what_the_policy_gained():
     """The judge decides."""
-    unknown = "After GRPO, 14.1% of the words that the model writes are unknown, 21.2% before."
-    assert gained(1.9, 0.141, 1.9) == unknown
-    assert gained(1.9, 0.3, 1.9) == gained(1.9, None, 1.9)
-    assert gained(1.9, 0.3, 1.9).endswith(
-        "a character n-gram model of natural text, fell from 2.49 to 1.90."
-    )
-    nothing = "No gain in the text of the policy is shown."
+    better, nothing = "GRPO improved the model's text.", "No gain in the model's text is shown."
+    assert gained(1.9, 0.3, 1.9) == gained(1.9, None, 1.9) == better
     assert gained(2.6, 0.1, 1.5) == gained(2.493, 0.1, 1.9) == gained(None, None, 1.9) == nothing
     assert gained(1.9, 0.1, 1.9, is_reached=False) == nothing  # unlike diversity
 
@@ -202,23 +184,13 @@ def test_headline():
 def test_figures_are_in_final_units():
     """Their names are those of one place: `temperature` is not that of the calibration."""
     results = results_of()
-    generator = results.compared["generator"]
+    generator = results.by_kind["generator"]
     assert generator.figures["temperature"] == 1.5 - 0.251
     assert generator.figures["calibrated_loss"] == pytest.approx(1.928)
     assert generator.figures["calibrated_loss_high"] == 2.25
     assert generator.differences["judge_loss"] == pytest.approx(1.942 - 2.493)
-    assert list(results.compared) == [model.kind for model in results.models]
+    assert list(results.by_kind) == [model.kind for model in results.models]
     assert results.natural["fresh_p_natural"] == 0.93
-
-
-def test_a_natural_model_that_is_hardly_better_comes_first():
-    """In nats per character of the select part."""
-    for loss, count in ((1.89, 5), (1.91, 6)):
-        lines = headline(results_of(natural_model_v1={"select_loss": loss * CHARACTERS, **UNIT}))
-        assert len(lines) == count
-    start = "Expect text that is hardly more natural: the natural model's loss, 1.91 nats per char"
-    assert lines[0].startswith(start)
-    assert "the generator's, 2.00. " in lines[0]
 
 
 def test_models_that_the_policy_is_not_better_than_are_named(tmp_path):
@@ -246,7 +218,7 @@ def rewarded(reward: float) -> dict:
     return figures
 
 
-@pytest.mark.parametrize("reward, learned", [(0.875, "GRPO raised"), (0.5, "No gain is shown in")])
+@pytest.mark.parametrize("reward, learned", [(0.875, True), (0.5, False)])
 def test_a_task(tmp_path, reward, learned):
     """Its reward decides, by intervals that do not overlap; other figures stay."""
     measured = {"base_model_v1": 0.25, "natural_model_v1": 0.125, "base_model_v2": reward}
@@ -256,21 +228,30 @@ def test_a_task(tmp_path, reward, learned):
     ledger = make_ledger(tmp_path, **changes)
     ledger.about["task"] = ["my.py:short_lines", "my.py:no_e"]
     results = Results(ledger)
+    sentences = ["No gain in the task reward of short_lines+no_e is shown."]
+    if learned:
+        sentences = ["GRPO improved the task reward of short_lines+no_e."]
     assert headline(results) == [
-        f"{learned} the task reward of short_lines+no_e.",
-        f"task reward of its text at temperature 1 (natural text: 0.500): 0.250 -> {reward:.3f}",
+        *sentences,
         "P(natural) of what it writes at temperature 1 (natural text: 0.93): 0.25 -> 0.61",
-        "judge's loss of its text at natural diversity, nats per character (natural text: 1.81): "
-        "2.49 -> 1.94",
+        "calibrated loss on unseen text, nats per character: 1.928 -> 1.769",
+        f"task reward of its text at temperature 1 (natural text: 0.500): 0.250 -> {reward:.3f}",
     ]
-    rows = comparison(results)
+    rows = rows_of(ledger)
     rewards = ["0.250", "0.125", f"{reward:.3f}", "0.750", "0.750", "0.750"]
-    assert [row["task reward"].partition(" ")[0] for row in rows] == [*rewards, "0.500"]
+    assert [row[0].partition(" ")[0] for row in rows.values()] == [*rewards, "0.500"]
     assert "distillation do not learn the task." in make_page(ledger)
 
 
+def rows_of(ledger: Ledger) -> dict[str, list[str]]:
+    """Return the cells of the page's table, by model."""
+    rows = re.findall(r"<tr>(<td>.*?)</tr>", make_page(ledger), re.DOTALL)
+    cells = [html.unescape(row).strip() for row in rows]
+    return {name: rest for name, *rest in (re.findall(r"<td>(.*?)</td>", row) for row in cells)}
+
+
 def test_table():
-    rows = {row["model"]: list(row.values())[1:] for row in comparison(results_of())}
+    rows = rows_of(make_ledger())
     assert rows["natural text"] == ["1.811", "-", "4.6%", "-", "-", "0.930", "-"]
     assert rows["GRPO, sampled tokens"] == [
         "1.950 (1.500 to 2.750)",
@@ -282,28 +263,34 @@ def test_table():
         "20",
     ]
     assert rows["policy"][1] == "-"
-    assert rows["off-policy distillation"][1].startswith("worse, by 0.057 (")
-    assert rows["generator"][1] == "better, by 0.551 (0.544 to 0.558)"
-    assert [row[-1] for row in rows.values()] == ["5", "5", "20", "5", "20", "20", "-"]
+    assert rows["off-policy distillation"][1].startswith("worse: +0.057 (")
+    assert rows["generator"][1] == "better: -0.551 (-0.558 to -0.544)"
+    assert [row[-1] for row in rows.values()] == ["5", "20", "5", "5", "20", "20", "-"]
 
 
 def test_table_of_an_unfinished_run():
-    """What is trained and not measured is in progress, until the run ends."""
-    ledger = make_ledger(control_sampled_v2=None, controls_v2=None)
-    for outcome, cell in (("unfinished", "in progress"), ("failed in x", "-")):
-        ledger.about["outcome"] = outcome
-        rows = {row["model"]: row for row in comparison(Results(ledger))}
-        assert rows["policy"]["P(natural)"] == "0.606"
-        assert rows["plain training"]["P(natural)"] == cell
-        assert rows["plain training"]["seconds"] == "5"
-        assert "GRPO, sampled tokens" not in rows
+    """It has what is measured. Seconds of a model that is not of the run are unknown."""
+    rows = rows_of(make_ledger(control_sampled_v2=None, controls_v2=None))
+    assert list(rows) == ["generator", "policy", "natural model", "natural text"]
     models = {**MODELS, "natural_model": MODELS["natural_model_v1"]}  # the user's own
     del models["natural_model_v1"]
     ledger = make_ledger(evaluation_v2=models)
-    ledger.about["finished"].remove("natural_model_v1")
-    assert [row["seconds"] for row in comparison(Results(ledger))][:3] == ["5", "-", "20"]
+    assert [row[-1] for row in rows_of(ledger).values()][:3] == ["5", "20", "-"]
     ledger.records["base_model_v1"]["seconds"] = None  # it was interrupted
-    assert [row["seconds"] for row in comparison(Results(ledger))][:3] == ["-", "-", "-"]
+    assert [row[-1] for row in rows_of(ledger).values()][:3] == ["-", "-", "-"]
+
+
+def test_the_last_cycle_is_shown():
+    """Beside the policy that it began with."""
+    ledger = make_ledger()
+    ledger.about["settings"]["num_cycles"] = 2
+    add_stage(ledger, "base_model_v3", "policy", 2, {"steps": 1})
+    models = {**MODELS, "base_model_v3": evaluated(1.8, 0.1, 1.7, 0.7)}
+    add_stage(ledger, "evaluation_v3", "evaluation", 2, models)
+    results = Results(ledger)
+    labels = [model.label for model in results.models]
+    assert labels == ["generator", "policy, cycle 1", "natural model", "policy, cycle 2"]
+    assert results.by_kind["policy"].label == "policy, cycle 2"
 
 
 def test_a_ledger_is_read_back(tmp_path):
@@ -334,36 +321,13 @@ def test_a_damaged_ledger_is_refused(tmp_path, contents):
         Ledger(tmp_path)
 
 
-def test_pictures(tmp_path):
-    """Records may lack figures, and matplotlib's settings stay."""
+def test_picture():
+    """matplotlib's settings stay."""
     before = dict(matplotlib.rcParams)
-    axes = Figure().subplots()
-    draw_progress(axes, [{"step": 1, "kl_mixture": 2.0}, RECORD])
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["select part", "natural text"]
-    assert len(draw_pictures(results_of(tmp_path), tmp_path)) == 2
-    assert draw_pictures(results_of(evaluation_v2=None, controls_v2=None), tmp_path) == []
+    assert draw_picture(results_of()).startswith("data:image/png;base64,")
+    assert draw_picture(results_of(evaluation_v2=None, controls_v2=None)) == ""
     assert dict(matplotlib.rcParams) == before
-
-
-def test_every_model_of_two_cycles_has_a_colour(tmp_path, monkeypatch):
-    ledger = make_ledger(tmp_path)
-    ledger.about["settings"]["num_cycles"] = 2
-    add_stage(ledger, "base_model_v3", "policy", 2, {"steps": 1})
-    models = {**MODELS, "base_model_v3": MODELS["base_model_v2"]}
-    add_stage(ledger, "evaluation_v3", "evaluation", 2, models)
-    curves = []
-    draw = pictures.draw_quality
-
-    def draw_twice(axes, models):
-        draw(axes, [*models, *models[:3]])
-        curves.extend(axes.lines[:7])
-
-    monkeypatch.setattr(pictures, "draw_quality", draw_twice)
-    draw_pictures(Results(ledger), tmp_path)
-    labels = {curve.get_label() for curve in curves}
-    assert labels == {"generator", "natural model", "policy, cycle 1", "policy, cycle 2"}
-    assert len({curve.get_color() for curve in curves}) == 7
+    assert len({*COLOURS}) == 7
 
 
 def decode(ids: np.ndarray) -> str:
@@ -400,16 +364,13 @@ def test_page(tmp_path):
     ledger = make_ledger(tmp_path)
     results = Results(ledger)
     page = make_page(ledger)
-    assert f"<h1>{html.escape(sentence(results))}</h1>" in page
+    assert f"<h1>{sentence(results)}</h1>" in html.unescape(page)
     assert "21.2% → <b>14.1%</b>" in page
-    for row in comparison(results):
-        assert all(f"<td>{html.escape(cell)}</td>" in page for cell in row.values())
     assert "natural diversity: 1.25 and 0.89." in page
     assert page.count("<b>To b</b>") == 8
     assert 'title="P(natural) 0.606">e</span>&lt;/div&gt;&lt;script&gt;' in page
     assert "<script" not in page
-    # quality and diversity, P(natural) in steps of GRPO
-    assert page.count("data:image/png;base64,") == 2
+    assert page.count("data:image/png;base64,") == 1
     assert not re.search(r"(src|href)=\"?http", page)
     assert page.index("The judge is a character n-gram model") < page.index("Before and after")
     assert "No model has read the judge's text." in page
@@ -419,7 +380,8 @@ def test_page(tmp_path):
     ledger.about["settings"]["natural_dataset"] = "data/plays"
     assert "All models have read the judge's text," in make_page(ledger)
     del ledger.about["planned"]["natural_model_v1"]  # it is the user's own
-    ledger.about["finished"].remove("natural_model_v1")
+    figures = ledger.records["evaluation_v2"]["figures"]
+    figures["natural_model"] = figures.pop("natural_model_v1")
     assert "Models may have read the judge's text." in make_page(ledger)
 
 

@@ -44,8 +44,8 @@ def test_the_beginning_of_generated_text_is_found(reading, tmp_path, monkeypatch
     monkeypatch.setattr("corpus.encode.PART_CHARACTERS", 100)
     printed = succeed("detect", **reading)
     assert f"Fitting {tmp_path}/reward.reader.pt" in printed and "sampled at 0.5: r2" in printed
-    place = int(re.search(r"wrote everything after character (\d+)", printed)[1])
-    low, high = map(int, re.search(r"interval: (\d+) to (\d+)", printed).groups())
+    place = int(re.search(r"  (\d+) to 600, P\(natural\) ", printed)[1])
+    low, high = map(int, re.search(r"beginning: (\d+) to (\d+)", printed).groups())
     assert low <= 300 <= high
     assert abs(place - 300) < 20
     page = (tmp_path / "mixed.crossover.html").read_text()
@@ -121,14 +121,13 @@ REFUSED = """
 --reward_model_path last.pt => the head of last.pt has no output per token
 --reward_model_path model.pt => model.pt holds a generator, not a reward model
 --natural_model last.pt => natural_model is ignored without generator
---text more => more: no *.txt file is found there
---text mixed.txt more/mixed.txt => 2 texts would have the page {tmp_path}/out/mixed.crossover.html
+--text more => more: no text file
+--text mixed.txt more/mixed.txt => {tmp_path}/out/mixed.crossover.html would replace another file or page
 --sampling hot => sampling=hot
 --reward_model_path plain.pt => the generator of plain.pt has no reader, and no corpus
---text mixed.txt ./mixed.txt => 2 texts would have the page
---output_path mixed.txt => mixed.txt would be replaced: choose another output
---output_path reward.pt => reward.pt would be replaced: choose another output
---output_path /dev/null => /dev/null would be replaced: choose another output
+--output_path mixed.txt => mixed.txt would replace another file
+--output_path reward.pt => reward.pt would replace another file
+--output_path /dev/null => /dev/null would replace another file
 --reader_path reward.pt => reader_path=reward.pt: must end in .reader.pt
 --natural_text mixed.txt => to be read, and natural text: leave one out
 """

@@ -61,7 +61,7 @@ SHRINK = {
 KNOWN_OPTIONS = ["config", "section", "help", *SECTIONS]
 KNOWN_OPTIONS += ["standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr"]
 KNOWN_OPTIONS += ["master_port"]
-KNOWN_OPTIONS += ["check", "hypothesis"]
+KNOWN_OPTIONS += ["hypothesis"]
 # The 65 characters of tiny Shakespeare, so that examples with vocab_size=65 run as they are
 # printed.
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

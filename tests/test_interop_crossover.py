@@ -101,8 +101,8 @@ def prompts(texts):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({"prompt": ["The ", ""]}, r"row \d of .* has an empty prompt"),
-        ({"text": ["The ", "a h"]}, "has no column prompt: it has text"),
+        ({"prompt": ["The ", ""]}, "the data have an empty prompt"),
+        ({"text": ["The ", "a h"]}, "the data have no column prompt: they have text"),
     ],
 )
 def test_data_without_prompts_are_refused(exported, tmp_path, data, said):

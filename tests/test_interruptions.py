@@ -35,6 +35,9 @@ OPTIONS = {
     "max_iters": 6,
     "eval_interval": 2,
     "warmup_iters": 1,
+    "optimizer": "muon",
+    "dropout": 0.1,
+    "lr_schedule": "cooldown",
     "device": "cpu",
 }
 MODEL, STATE, RECORDS = (f"model_checkpoint.{suffix}" for suffix in ("pt", "resume", "jsonl"))

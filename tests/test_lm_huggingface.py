@@ -194,7 +194,7 @@ def test_weights_as_a_pickle_are_not_read(folder, tmp_path):
     """Unpickling this file would execute a command."""
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch hostile'\ntR.")
-    with pytest.raises(UserError, match=r"only .*'pytorch_model\.bin'.*\]: convert it with"):
+    with pytest.raises(UserError, match=r"^[^\n]*cannot be read [^\n]*as safetensors"):
         read_folder(folder)
     with pytest.raises(UserError, match=r"config\.json"):
         read_folder(tmp_path)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from common.intervals import confidence_interval
+from metrics import text_quality
 from metrics.text_quality import (
     TEMPERATURES,
     DistinctPairs,
@@ -123,25 +124,25 @@ def test_the_temperature_of_a_share_by_hand():
     assert temperature_at(1.0, [1.0] * 6) == TEMPERATURES[0]
 
 
-def test_natural_texts_are_rows_that_do_not_overlap():
+def test_natural_texts_are_rows_that_do_not_overlap(monkeypatch):
+    monkeypatch.setattr(text_quality, "PROMPT_SHARE", 0.2)
     text = "".join(map(chr, range(500)))
-    quality = TextQuality(
-        TokenizationManager.from_text(text), text, np.arange(500), 100, 10, text, 0.2
-    )
+    quality = TextQuality(TokenizationManager.from_text(text), text, np.arange(500), 100, 10, text)
     assert quality.report.natural[:, 0].diff().unique().tolist() == [40, 41]
     prompts, texts = quality.texts(quality.natural_rows(quality.report))
     assert list(map(len, prompts)) == [20] * 4 and len(set("".join(texts))) == 4 * 80
 
 
-def test_characters_in_parts_belong_to_what_is_written():
+def test_characters_in_parts_belong_to_what_is_written(monkeypatch):
     """Tokens are bytes here: a prompt may end within a character, and so may a row."""
 
     class Bytes:
         def decode(self, ids):
             return bytes(ids.tolist()).decode(errors="replace")
 
+    monkeypatch.setattr(text_quality, "PROMPT_SHARE", 0.3)
     tokens = np.frombuffer("naïve café".encode()[:-1], np.uint8)
-    quality = TextQuality(Bytes(), "naïve", tokens, 11, 2, "naïve", 0.3)
+    quality = TextQuality(Bytes(), "naïve", tokens, 11, 2, "naïve")
     assert quality.prompt_length == 3  # within the character after "na"
     rows = quality.natural_rows(quality.report)
     assert quality.texts(rows) == (["na"], ["ïve caf"])

@@ -116,9 +116,8 @@ def test_texts_that_cannot_be_read():
     Path("folder").mkdir()
     os.mkfifo("fifo.txt")
     assert "latin1.txt is not UTF-8" in refused("novel.txt", "latin1.txt")
-    assert "no text is given" in refused("")
-    for name in ("absent.txt", "folder", "fifo.txt"):
-        assert f"{name}: no text file" in refused("novel.txt", name)
+    for name in ("", "absent.txt", "folder", "fifo.txt"):
+        assert f"{name or '(empty)'}: no text file" in refused("novel.txt", name)
     assert "given twice" in refused("novel.txt", "./novel.txt")
     Path("copy.txt").write_text("\ufeff" + TEXT, newline="\r\n")
     assert "twice, as novel.txt and as copy.txt" in refused(

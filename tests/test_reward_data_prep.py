@@ -120,15 +120,6 @@ def test_the_synthetic_part_is_the_models_own(tmp_path, generator, options, samp
     assert str(dataset.metadata.get("top_k")) == str(sampling.get("top_k"))
 
 
-def test_crossovers_are_uniform():
-    """Chi-square over every K in [1, N - 1]: with 14 degrees of freedom 99.9% lie below 36.1."""
-    draws, _ = prep.crossovers_and_uniforms(3, "train", np.arange(600), 50, N)
-    counts = np.bincount(draws.ravel(), minlength=N + 1)
-    assert counts[0] == counts[N] == 0
-    observed, expected = counts[1:N], 50 * 600 / (N - 1)
-    assert ((observed - expected) ** 2 / expected).sum() < 36.1
-
-
 @given(st.integers(2, 300), st.integers(0, 2**40), st.integers(0, 10**6))
 @settings(max_examples=50)
 def test_a_samples_randomness_depends_on_its_place_alone(block_size, seed, block):

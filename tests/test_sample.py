@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from helpers import TINY_MODEL, call, make_checkpoint, refuse, refuse_in_one_line, succeed, weights
+from helpers import TINY_MODEL, make_checkpoint, refuse, refuse_in_one_line, succeed, weights
 
 
 def test_texts_begin_with_the_start_and_depend_on_the_seed(tmp_path, generator):
@@ -67,14 +67,11 @@ def test_a_model_of_gpt2s_size_without_a_tokenizer_is_of_gpt2s(tmp_path):
     assert out.startswith("To be")
 
 
-def test_a_model_without_a_newline_starts_with_its_token_0_and_says_so(tmp_path):
+def test_a_model_without_a_newline_needs_a_start(tmp_path):
     path = make_checkpoint(tmp_path / "model.pt", 2, {"method": "char", "chars": "ab"})
     options = {"checkpoint_path": path, "device": "cpu", "num_samples": 1, "max_new_tokens": 3}
-    options["temperature"] = 1
-    finished = call("sample", **options)
-    assert finished.status == 0 and re.fullmatch("a[ab]{3}\n-+\n", finished.out)
-    assert re.fullmatch(r"WARNING: no newline .* token 0, 'a'.*--start\n", finished.err)
-    assert "'x'" in refuse_in_one_line("sample", start="x", **options)
+    assert "lacks the characters '\\n'" in refuse_in_one_line("sample", **options)
+    assert re.fullmatch("a[ab]{3}\n-+\n", succeed("sample", start="a", **options))
 
 
 def test_starts_that_cannot_be_continued_are_refused(tmp_path, generator):

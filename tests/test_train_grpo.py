@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,9 +83,6 @@ def test_a_reward_model_that_predicts_is_let_through(good):
     settings = training["settings"]
     assert (training["steps"], settings["credit"], settings["beta"]) == (1, "exact", 0)
     assert [record["step"] for record in records_of(good)] == [0, 1]
-    command = finished.out.partition("selected nothing:\n  python evaluate.py ")[2]
-    out = succeed("evaluate", *shlex.split(command), device="cpu")
-    assert f"{good['output_path']}:\n" in out and "fresh_reward 0." in out
 
 
 def test_an_unpredictive_reward_model_is_refused_unless_allowed(good, tmp_path, reward_model):
@@ -105,7 +101,7 @@ def test_an_unpredictive_reward_model_is_refused_unless_allowed(good, tmp_path, 
     assert f"WARNING: {path} does not record with which generator" in finished.err
     settings = load_checkpoint(good["output_path"])["training"]["settings"]
     assert (settings["credit"], settings["beta"]) == ("sequence", 0.04)  # of a last head
-    assert settings["reward"] == "natural" and f"Reward: {path} (natural)" in finished.out
+    assert settings["reward"] == "natural" and "Reward: natural; " in finished.out
 
 
 def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(
@@ -150,7 +146,6 @@ def test_options_that_do_not_go_together_are_refused(good, line):
     ("options", "error"),
     [
         ("a.py:f b.py:f", "f f: names must differ"),
-        ("a.py:f_low", "must not end in _low"),
         ("a.py:f b.py:g --function_weight 1", "function_weight=(1.0,): 2 numbers"),
     ],
 )
@@ -318,7 +313,7 @@ def test_the_exact_gradient_nears_the_mixture(good, monkeypatch, more):
     options = {**good, **EXACT, **more, "max_steps": 8, "learning_rate": 1e-2, "eval_interval": 4}
     options["group_size"] = 2
     prefixes = more.get("prefixes", "own")
-    assert f"Credit: exact; prefixes: {prefixes}; " in succeed("train_grpo", **options)
+    assert f"credit: exact; prefixes: {prefixes}; " in succeed("train_grpo", **options)
     steps = [record for record in records_of(options) if "loss" in record]
     assert len(steps) == 8 and steps[-1]["loss"] < 0.85 * steps[0]["loss"]
     looks = [record["kl_mixture"] for record in records_of(options) if "kl_mixture" in record]

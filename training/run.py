@@ -9,56 +9,23 @@ step. A resumed run of the same settings and inputs ends in the same tensors.
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from common.distributed import ONE_RANK, Ranks
-from common.files import dataset_folder, hash_file, load_state, lock_output, reading, save_state
-from common.imports import code_files
+from common.files import load_state, lock_output, reading, save_state
 from common.log import RunLog, print0, progress, start_tracker
 from common.process import UserError, flag_signals, require
 from common.settings import differing_settings
-from lm.checkpoint import hash_model
+from lm.identity import identity_of
 
 RESUME_HINT = (
     "Continue with --init_from resume. If nothing was saved yet, run the same command again."
 )
 WAY_OUT = "to start over, pass --overwrite True without --init_from resume"
-FAILED = "failed"  # in a state, in place of the hash of a user's function
-INPUTS = (  # settings that name what a script reads
-    "dataset",
-    "train_bin",
-    "val_bin",
-    "data_dir",
-    "init_from",
-    "model_path",
-    "base_model_path",
-    "reward_model_path",
-    "natural_model_path",
-    "checkpoints",
-    "baseline",
-    "word_dataset",
-)
-
-
-def hash_inputs(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the hashes of all files that the settings of a script name, by setting or function."""
-    hashes = {}
-    for name in INPUTS:
-        paths = settings.get(name) or ()
-        if isinstance(paths, str):
-            paths = (paths,)
-        if "dataset" in name:
-            paths = [str(dataset_folder(path)) for path in paths]
-        files = [path for path in paths if path not in ("scratch", "resume")]
-        if files:
-            hashes[name] = " ".join(map(hash_model, files))
-    for function in settings.get("reward_function") or ():
-        files_of_function = code_files(Path(function.rpartition(":")[0]))
-        hashes[function] = " ".join(map(hash_file, files_of_function))
-    return hashes
+FAILED = "failed"  # in a state, in place of the hashes of a user's functions
 
 
 class Run:
@@ -72,23 +39,19 @@ class Run:
         self,
         output: str | Path,
         settings: Any,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, Any] | None = None,
         ranks: Ranks = ONE_RANK,
     ) -> None:
         """Lock the output, and read the state of a run to resume; change no file.
 
-        settings: with init_from and overwrite. inputs: hashes of what the run reads, and other
-        values that a resumed run must have in common. Raise UserError if a new run would replace an
-        earlier one without `overwrite`, or if the state is of another run.
+        settings: with init_from and overwrite. inputs: further values that a resumed run must have
+        in common. Raise UserError if a new run would replace an earlier one without `overwrite`, or
+        if the state is of another run.
         """
         self.output = Path(output)
         self.state_path = self.output.with_suffix(".resume")
         self.ranks = ranks
-        self.identity: dict[str, Any] = {}
-        for member in fields(settings):
-            if not member.metadata.get("changeable"):
-                self.identity[member.name] = getattr(settings, member.name)
-        self.identity.update(inputs)
+        self.identity = {**identity_of(settings, is_run=True), **(inputs or {})}
         self.step = 0  # number of completed steps
         self.reason = ""  # why the loop ended
         self.parts: dict[str, Any] = {}
@@ -118,9 +81,10 @@ class Run:
             self.step = int(state["step"])
             self.saved = dict(state["parts"])
             known = state["identity"]
-            compared = {
-                name: now for name, now in self.identity.items() if known.get(name) != FAILED
-            }
+            compared = dict(self.identity)
+            if known.get("reward_function") == FAILED:
+                del compared["reward_function"]
+                print0("reward_function failed in the run before: it may have changed")
             difference = differing_settings(known, compared)
         require(
             not difference,
@@ -129,8 +93,6 @@ class Run:
             "(train_grpo.py: --base_model_path CHECKPOINT)",
         )
         print0(f"Resuming {self.state_path} at step {self.step}")
-        for name in self.identity.keys() - compared.keys():
-            print0(f"{name} failed in the run before: it may have changed")
 
     def start_tracker(self, settings: Any, project: str, name: str) -> None:
         """Send the records to the tracker of the settings, if they name one, as well.
@@ -180,7 +142,7 @@ class Run:
         raise KeyboardInterrupt
 
     @contextlib.contextmanager
-    def saving_on_error(self, step: int, functions: Sequence[Any]) -> Iterator[None]:
+    def saving_on_error(self, step: int, has_functions: bool) -> Iterator[None]:
         """Save the state after `step` steps, if any, when one of the user's functions fails within.
 
         A run that is resumed from it may have corrected functions.
@@ -188,9 +150,8 @@ class Run:
         try:
             yield
         except UserError:
-            for function in functions:
-                self.identity[function.name] = FAILED
-            if functions and step > 0:
+            if has_functions and step > 0:
+                self.identity["reward_function"] = FAILED
                 self.save(step)
             raise
 

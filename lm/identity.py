@@ -1,0 +1,48 @@
+"""What decides a result: the settings of a script, with hashes of what they read.
+
+    python -c "from lm.identity import *; print(hash_input('README.md', 'file'))"
+
+A run that is resumed, a stage of run_cycles.py and a reader of detect.py compare it with what they
+have saved.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+from common.files import dataset_folder, hash_file
+from lm.checkpoint import hash_model
+
+
+def identity_of(settings: Any, is_run: bool = False) -> dict[str, str]:
+    """Return what decides a result: the settings, with hashes in place of what they read.
+
+    `common.settings.setting` says which settings count. is_run: without those that a resumed run
+    may change.
+    """
+    identity = {}
+    for member in fields(settings):
+        rules = member.metadata
+        if rules.get("free") or (is_run and rules.get("changeable")):
+            continue
+        value = getattr(settings, member.name)
+        items = list(value) if isinstance(value, tuple) else [value]
+        kind = rules.get("reads", rules.get("model_file"))
+        if kind is not None:
+            items = [hash_input(item, kind) for item in items]
+        identity[member.name] = " ".join(map(str, items))
+    return identity
+
+
+def hash_input(name: str | None, kind: str) -> str:
+    """Return the hash of a file, model or dataset, or a function's name and the hash of its file.
+
+    A setting without a name, and the values of init_from that name no file, stand for themselves.
+    """
+    if name in (None, "", "scratch", "resume"):
+        return str(name)
+    path = str(name)
+    if kind == "dataset":
+        path = str(dataset_folder(path))
+    if kind == "function":
+        return f"{path} {hash_file(path.rpartition(':')[0])}"
+    return hash_model(path)
