@@ -177,9 +177,9 @@ def encode_text(text: str, source: Source) -> tuple[Tensor, np.ndarray]:
 
 def default_reader_path(name: str) -> Path:
     """Return the file of a model's reader: beside a checkpoint or folder, here for a hub name."""
-    path = Path(Path(name).name)
-    if Path(name).exists():
-        path = Path(name).absolute()
+    path = Path(name).absolute()
+    if not path.exists():
+        path = Path(path.name)
     return path.with_name(f"{path.name.removesuffix('.pt')}.reader.pt")
 
 
@@ -209,11 +209,10 @@ def corpus_blocks(source: Source) -> tuple[Tensor, ...]:
             settings = ckpt.load_checkpoint(settings["base_model_path"])["training"]["settings"]
         corpus = open_corpus(settings["dataset"], 2)
         require(contents["data"] == corpus.record, f"{corpus.folder} is another one")
-        require(len(corpus.val) >= length, f"{corpus.folder} has no validation block")
-    blocks = []
-    for part in ("select", "report"):
-        tokens = torch.tensor(validation_part(corpus.val, length, part).astype("int64"))
-        blocks.append(tokens.unfold(0, length, length))
+        blocks = []
+        for part in ("select", "report"):
+            tokens = torch.tensor(validation_part(corpus.val, length, part).astype("int64"))
+            blocks.append(tokens.unfold(0, length, length))
     return tuple(blocks)
 
 

@@ -54,10 +54,9 @@ def encode_start(tokenizer: TokenizationManager, start: str) -> np.ndarray:
 
     Raise UserError if the text is empty, or has a character that the tokenizer lacks.
     """
-    text = start
     if start.startswith("FILE:"):
-        text = read_text(start.removeprefix("FILE:"))
-    tokens = tokenizer.encode(text)
+        start = read_text(start.removeprefix("FILE:"))
+    tokens = tokenizer.encode(start)
     require(len(tokens) > 0, "start is empty, or has no tokens: change --start")
     return tokens
 

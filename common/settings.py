@@ -178,7 +178,7 @@ def parse_settings(settings_class: type[S], script: str) -> S:
     settings: S = given[script]
     settings.errors().raise_if_any()
     for name, meaning in settings.without_effect.items():
-        if given[name] is not None:
+        if getattr(given["nanogpt"], name) is not None:
             print0(f"--{name}: {meaning}")
     return settings
 
@@ -187,7 +187,7 @@ def parse_sections(
     classes: Mapping[str, type[Settings]], script: str, words: list[str], contents: Values
 ) -> dict[str, Any]:
     """Return the settings of each section of `classes`, and by name the other options of the
-    command line: config, section, and the script's names without effect, None if not given.
+    command line: config, section, and as `nanogpt` the script's names without effect.
 
     words: a command line. An option of the section `script` is --OPTION VALUE, of another one
     --SECTION.OPTION VALUE; --help lists the former.
@@ -199,9 +199,9 @@ def parse_sections(
     if {"-h", "--help"} & {*words}:
         classes = {script: own}
     kinds: dict[str, Any] = {**classes, script: Annotated[own, tyro.conf.OmitArgPrefixes]}
-    members: list[Any] = list(kinds.items())
-    for name, meaning in {**FILE_OPTIONS, **own.without_effect}.items():
-        members.append((name, Annotated[str | None, tyro.conf.arg(help=meaning)], None))
+    without_effect = make_dataclass("WithoutEffect", option_members(own.without_effect))
+    kinds["nanogpt"] = Annotated[without_effect, tyro.conf.OmitArgPrefixes]
+    members = [*kinds.items(), *option_members(FILE_OPTIONS)]
     given: Any = tyro.cli(
         make_dataclass("Sections", members),
         prog=f"{script}.py",
@@ -212,6 +212,14 @@ def parse_sections(
     )
     check_lists(vars(given), script, option_names(words))
     return vars(given)
+
+
+def option_members(options: Mapping[str, str]) -> list[Any]:
+    """Return the fields of options of text, None if they are not given, from their help by name."""
+    return [
+        (name, Annotated[str | None, tyro.conf.arg(help=meaning)], None)
+        for name, meaning in options.items()
+    ]
 
 
 def check_lists(given: Mapping[str, Any], script: str, names: list[str]) -> None:

@@ -140,20 +140,17 @@ def common_vocab_size(models: Sequence[Any], tokenizers: Sequence[Any]) -> int:
     tokenizers are given, they decide.
     """
     sizes = [model.config.get_text_config().vocab_size for model in models]
-    vocabularies: list[Any] = sizes
+    vocabularies: list[Any] = list(sizes)
     if None not in tokenizers:
-        vocabularies = [ids_below(min(sizes), tokenizer) for tokenizer in tokenizers]
+        for each, tokenizer in enumerate(tokenizers):
+            ids = tokenizer.get_vocab().items()
+            vocabularies[each] = {token: number for token, number in ids if number < min(sizes)}
     require(
         vocabularies[0] == vocabularies[1],
         f"the natural model ({sizes[0]} token ids) differs in vocabulary from the generator "
         f"({sizes[1]}): use a model of the same family, or train one on the generator's tokens",
     )
     return min(sizes)
-
-
-def ids_below(limit: int, tokenizer: Any) -> dict[str, int]:
-    """Return the ids below a limit by token."""
-    return {token: number for token, number in tokenizer.get_vocab().items() if number < limit}
 
 
 def load_pair(model: Any, tokenizer: Any) -> tuple[Any, Any]:

@@ -33,16 +33,15 @@ def identity_of(settings: Any, is_run: bool = False) -> dict[str, str]:
     return identity
 
 
-def hash_input(name: str | None, kind: str) -> str:
+def hash_input(name: Any, kind: str) -> str:
     """Return the hash of a file, model or dataset, or a function's name and the hash of its file.
 
     A setting without a name, and the values of init_from that name no file, stand for themselves.
     """
     if name in (None, "", "scratch", "resume"):
         return str(name)
-    path = str(name)
-    if kind == "dataset":
-        path = str(dataset_folder(path))
     if kind == "function":
-        return f"{path} {hash_file(path.rpartition(':')[0])}"
-    return hash_model(path)
+        return f"{name} {hash_file(name.rpartition(':')[0])}"
+    if kind == "dataset":
+        return hash_model(dataset_folder(name))
+    return hash_model(name)
