@@ -36,7 +36,7 @@ def test_what_the_generator_wrote_is_found(reading, tmp_path, monkeypatch):
     devices = []
     monkeypatch.setattr("lm.causal.allow_tf32", devices.append)
     printed = succeed("detect", **reading)
-    place = int(re.search(r"wrote everything after character (\d+)", printed)[1])
+    place = int(re.search(r"  (\d+) to 600, P\(natural\) ", printed)[1])
     assert abs(place - 300) < 20
     assert devices == [torch.device("cpu")] * 2
     assert "sampled at 0.7: r2" in printed
@@ -47,7 +47,7 @@ def test_what_the_generator_wrote_is_found(reading, tmp_path, monkeypatch):
     del reading["natural_text"]
     again = succeed("detect", **{**reading, "generator": "small/"})
     assert "Fitting" not in again
-    assert printed.endswith(again.replace("small/ wrote", "small wrote"))
+    assert printed.endswith(again.replace("written by small/", "written by small"))
     other = {**reading, "natural_model": "small"}
     assert "with another natural_model: " in refuse_in_one_line("detect", **other)
 
