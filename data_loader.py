@@ -151,7 +151,9 @@ def validation_parts(num_blocks: int) -> dict[str, range]:
 
 
 def validation_part(tokens: np.ndarray, block_size: int, name: str) -> np.ndarray:
-    """Return the tokens of the part 'select' or 'report', and the last target after it."""
+    """Return the tokens of the part 'select' and one more, the last target, or of 'report', which
+    goes on to the end of the split.
+    """
     num_blocks = len(tokens) // block_size
     blocks = validation_parts(num_blocks)[name]
     start = blocks.start * block_size

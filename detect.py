@@ -241,14 +241,14 @@ def check_paths(settings: DetectSettings, files: list[Path], pages: list[Path]) 
         taken.add(path)
 
 
-def read_file(path: Path, page: Path, source: Source, natural: str) -> dict[str, Any]:
+def read_file(path: Path, page: Path, source: Source, fitted_texts: str) -> dict[str, Any]:
     """Find what the model wrote in a file, print it and write the page; return the figures.
 
-    natural: hashes of the natural texts that the reader was fitted on.
+    fitted_texts: hashes of the natural texts that the reader was fitted on.
     """
     raw = read_text(path, newline="")
     text = raw.replace("\r\n", "\n").replace("\r", "\n")
-    is_known = hash_bytes(text.encode()) in natural
+    is_known = hash_bytes(text.encode()) in fitted_texts
     require(not is_known, f"{path} is one of the natural texts that the reader was fitted on")
     require(len(text) > 0, f"{path} is empty")
     ids, ends = encode_text(text, source)

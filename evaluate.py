@@ -193,8 +193,8 @@ def measure_losses(
     """Return the mean losses of tokens (n + 1,) with intervals: `loss` and, with --calibrate,
     `calibrated_loss`.
 
-    With --baseline also the paired differences from the baseline's losses (n,) by name, which are
-    added if this model is the first, the baseline.
+    With --baseline also the paired differences from the baseline's losses (n,) by name. The first
+    model is the baseline: its losses are added to baseline_losses.
     """
     losses = {"loss": text_losses(model, tokens)[0]}
     figures: dict[str, Any] = {}
@@ -203,7 +203,7 @@ def measure_losses(
         temperature = fit_temperature(functools.partial(text_losses, model, select))
         calibrated = float64(text_losses(model, tokens, [temperature])[0])
         losses["calibrated_loss"] = calibrated
-        figures["temperature"] = temperature
+        figures["calibration_temperature"] = temperature
         figures["blocks"] = block_means(calibrated, corpus.interval_tokens).tolist()
     for name, values in losses.items():
         figures.update(block_figures(name, values, corpus.interval_tokens))

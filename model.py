@@ -155,7 +155,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (B, T, C) for hidden states (B, T, C)."""
+        """Apply both layers to hidden states (B, T, C); return (B, T, C)."""
         return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
 
 
@@ -291,10 +291,11 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return next-token logits (B, T, V) of hidden states (B, T, C); padding ids get finfo.min.
+        """Return next-token logits (B, T, V) of hidden states (B, T, C).
 
-        They have the dtype of the weights, also under autocast: bfloat16 logits would change GRPO's
-        probability ratios (MiniMax-M1, arXiv 2506.13585).
+        Padding ids get the lowest finite number. The logits have the dtype of the weights, also
+        under autocast: bfloat16 logits would change GRPO's probability ratios (MiniMax-M1, arXiv
+        2506.13585).
         """
         with autocast(hidden.device, torch.float32):
             return self._logits_in_autocast(hidden.to(self.lm_head.weight.dtype))
@@ -379,9 +380,10 @@ class GPT(nn.Module):
 
 
 def rotary_angles(length: int, head_dim: int) -> Tensor:
-    """Return cos and signed sin (2, T, D) of rotary position embeddings.
+    """Return the factors (2, T, D) of `rotate` for rotary position embeddings.
 
-    Su et al. 2021, arXiv:2104.09864, eq. 34. Dimensions d and d + D/2 are a pair.
+    They are cos, and sin with the sign that each half of the dimensions needs. Dimensions d and
+    d + D/2 are a pair (Su et al. 2021, arXiv:2104.09864, eq. 34).
     """
     # float64 needs the CPU: Apple's devices lack it.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim

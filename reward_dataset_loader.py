@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from common.files import reading
+from common.files import reading_file
 from common.process import require, run_main
 from common.settings import Settings, parse_settings
 from data_loader import evenly_spaced, validation_parts
@@ -53,7 +53,7 @@ class RewardDataset(Dataset):
             "prepare_reward_data.py --model_path logs/model_checkpoint.pt "
             f"--output_dir {self.data_dir} --data_path data/shakespeare/input.txt",
         )
-        with reading(f"{start}*", "make the dataset again"):
+        with reading_file(f"{start}*", "make the dataset again"):
             # splitlines() would also split at a U+2028 within a path
             lines = metadata_path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
             metadata = dict(line.split(": ", 1) for line in lines)

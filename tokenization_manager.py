@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from common.files import atomic_path, hash_bytes, reading, write_text
+from common.files import atomic_path, hash_bytes, reading_file, write_text
 from common.process import UserError, require
 
 MAX_VOCAB_SIZE = 65536  # tokens are uint16
@@ -182,7 +182,9 @@ class TokenizationManager(TokenizationInfo):
                 f"Meta file not found: {path}: make it with data/NAME/prepare.py, pass another "
                 "with --meta_path, or use --tokenization bpe"
             )
-        with reading(path, "nothing was executed; save plain numbers and texts", MetaFileError):
+        with reading_file(
+            path, "nothing was executed; save plain numbers and texts", MetaFileError
+        ):
             if method == "tokenizer":
                 record = {"method": method, "tokenizer_json": path.read_text(encoding="utf-8")}
             else:
@@ -303,7 +305,7 @@ class TokenizationManager(TokenizationInfo):
             )
             return np.fromiter(map(self._ids.get, text), np.uint16, len(text))
         # The libraries refuse a word without a token, or a million white spaces in a row.
-        with reading("the text", "use another tokenizer"):
+        with reading_file("the text", "use another tokenizer"):
             if self.method == "bpe":
                 ids = _gpt2_encoding().encode_to_numpy(text, disallowed_special=())
             elif self.method == "tokenizer":
@@ -323,7 +325,7 @@ class TokenizationManager(TokenizationInfo):
         """
         require(self.method != "ids", "ids have no text: use a model with a tokenizer")
         if self.method == "tokenizer":
-            with reading("the text", "use another tokenizer"):
+            with reading_file("the text", "use another tokenizer"):
                 (encoding,) = self._library.encode_batch([text], add_special_tokens=False)
             ends = np.array([end for _, end in encoding.offsets], dtype=np.int64)
             return np.array(encoding.ids, dtype=np.uint16), ends

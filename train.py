@@ -228,7 +228,7 @@ def run(settings: TrainSettings) -> dict[str, Any]:
     run = Run(output, settings, {**corpus.record, **settings.new_shape()}, ranks)
     run.start_tracker(settings, settings.wandb_project, settings.wandb_run_name)
     if run.is_resumed:
-        with run.reading():
+        with run.reading_state():
             model = GPT(ckpt.checked_contents(run.saved)["config"])
             first_batch = int(run.saved["first_batch"])
     elif start is None:
@@ -238,7 +238,7 @@ def run(settings: TrainSettings) -> dict[str, Any]:
     # the best model, evaluated on the whole validation split
     print0(f"Stopped at step {run.step} by {run.reason}")
     print0(f"Best select_loss: {best.value:.4f}, at step {best.at}")
-    with run.reading():  # in a resumed run the weights can be those of a damaged state
+    with run.reading_state():  # in a resumed run the weights can be those of a damaged state
         best.restore(model)
     val_loss = measure("val_loss", model)
     run.log(run.step, final=True, kept_step=best.at, **val_loss)
@@ -259,7 +259,8 @@ def train(
 ) -> optim.Best:
     """Train the model, and return the weights of its best evaluation, which are saved already.
 
-    Step s reads batch first_batch + s of the corpus. measure: see losses.measure_loss.
+    Step s reads batch first_batch + s of the corpus. measure: returns the figures of
+    `lm.losses.measure_loss`, by the name of the loss and the model.
     """
     ranks = run.ranks
     block_size = model.config.block_size

@@ -305,7 +305,7 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
         else:
             training.log(num_steps, quiet=True, **figures)
 
-    with training.reading():  # in a resumed run the weights can be those of a damaged state
+    with training.reading_state():  # in a resumed run the weights can be those of a damaged state
         best.restore(policy)
     record = {
         "steps": training.step,

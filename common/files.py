@@ -117,7 +117,7 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def reading(
+def reading_file(
     path: str | os.PathLike, way_out: str = "use another file", kind: type[UserError] = UserError
 ) -> contextlib.AbstractContextManager[None]:
     """Turn any error of reading a file into one line: PATH cannot be read (cause): WAY OUT."""
@@ -126,7 +126,7 @@ def reading(
 
 def read_json(path: str | os.PathLike) -> Any:
     """Return the value in a JSON file."""
-    with reading(path):
+    with reading_file(path):
         return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
@@ -148,7 +148,7 @@ def load_state(
     """Return the dict of tensors and plain values in a file, on the CPU; nothing is executed."""
     require(os.path.exists(path), f"Model file not found: {path}: {way_out}")
     # torch warns about old formats.
-    with reading(path, way_out), warnings.catch_warnings(action="ignore"):
+    with reading_file(path, way_out), warnings.catch_warnings(action="ignore"):
         try:
             contents = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:  # torch advises to execute it

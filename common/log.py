@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common.files import reading, write_text
+from common.files import reading_file, write_text
 from common.process import UserError, explaining, is_main_rank
 
 # Values printed to the console, in this order. Records contain all metrics.
@@ -135,7 +135,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     """
     if not Path(path).is_file():
         return []
-    with reading(path, "move the file away to continue"):
+    with reading_file(path, "move the file away to continue"):
         lines = Path(path).read_text(encoding="utf-8").split("\n")
         return [json.loads(line) for line in lines[:-1]]
 

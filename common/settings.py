@@ -28,7 +28,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import tyro
 
-from common.files import is_hub_name, read_text, reading
+from common.files import is_hub_name, read_text, reading_file
 from common.log import print0
 from common.process import UserError, require
 
@@ -299,7 +299,7 @@ def read_config(path: str | Path | None, *above: str | Path) -> Values:
     require(path not in above, f"{path}: `base` leads in a circle: remove it from one file")
     values: Values = {}
     text = read_text(path).replace("str(time.time())", repr(str(time.time())))
-    with reading(path, FILE_RULE):
+    with reading_file(path, FILE_RULE):
         compile(text, path, "exec")  # only finds an argument given twice; nothing is executed
         for statement in ast.parse(text).body:
             match statement:

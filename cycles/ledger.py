@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.files import read_json, reading, write_json
+from common.files import read_json, reading_file, write_json
 
 Record = Mapping[str, Any]
 
@@ -30,7 +30,7 @@ class Ledger:
         self.records: dict[str, Record] = {}
         if self.path.is_file():
             contents = read_json(self.path)
-            with reading(self.path, "use another --out_dir"):
+            with reading_file(self.path, "use another --out_dir"):
                 self.about = dict(contents["about"])
                 self.records = {record["name"]: record for record in contents["stages"]}
 

@@ -41,7 +41,7 @@ NUMBERS = {
 class Model:
     """What a run knows of a model that it has measured.
 
-    kind: a value of KINDS. seconds: of its training and of all stages that this needs; None if it
+    kind: a key of KINDS. seconds: of its training and of all stages that this needs; None if it
     is not part of the run. figures: see `page_figures`. differences: policy - model, for each loss
     in PAIRED that both have.
     """
@@ -101,7 +101,7 @@ class Results:
 
         With a task, its reward decides, by intervals that do not overlap.
         """
-        generator = self.by_kind["generator"]
+        generator = self.by_kind["base"]
         if not self.task:
             return generator.verdict("judge_loss") == "better"
         high: float = generator.figures.get("fresh_function_reward_high", math.inf)
@@ -116,7 +116,7 @@ class Results:
         """Return up to three figures as text: the label, before GRPO, after it."""
         found = []
         for name, (form, label) in NUMBERS.items():
-            values = [self.by_kind[kind].figures.get(name) for kind in ("generator", "policy")]
+            values = [self.by_kind[kind].figures.get(name) for kind in ("base", "policy")]
             if None in values:
                 continue
             natural = self.natural.get(name)
@@ -145,18 +145,17 @@ def read_model(ledger: Ledger, name: str, figures: Record, policy: Record) -> Mo
     differences = {}
     if kind != "policy":
         differences = subtract(policy, figures)
-    return Model(KINDS[kind], label, seconds, figures, differences)
+    return Model(kind, label, seconds, figures, differences)
 
 
 def page_figures(record: Record) -> dict[str, Any]:
     """Return the figures of a model that the page shows, from a record of evaluate.py.
 
-    They are those of the record and of its `quality` (docs/reference.md); `temperature` is that of
-    natural diversity. The calibrated loss and its `blocks` are in nats per character. There are no
-    judge_loss and unknown_words if no temperature gives natural diversity.
+    They are those of the record and of its `quality` (docs/reference.md). The calibrated loss and
+    its `blocks` are in nats per character. There are no judge_loss and unknown_words if no
+    temperature gives natural diversity.
     """
     figures = dict(record)
-    figures.pop("temperature")
     figures.update(figures.pop("quality", {}))
     if not figures.get("is_reached"):
         figures.update(judge_loss=None, unknown_words=None)

@@ -79,7 +79,7 @@ def main() -> None:
     models = {}
     if ledger.about.get("outcome") == "finished":
         models = Results(ledger).by_kind
-    if not models or "passages" not in models["generator"].figures:
+    if not models or "passages" not in models["base"].figures:
         raise UserError(
             f"ERROR: {ledger.folder} is no finished run with passages: "
             "python dev/picture.py FOLDER, of a run whose section evaluate has samples"
@@ -90,7 +90,7 @@ def main() -> None:
             "Shade: the probability that the text is natural up to this letter (grey 1, orange 0).",
         )
     ]
-    for top, kind, when in ((60, "generator", "Before"), (182, "policy", "After")):
+    for top, kind, when in ((60, "base", "Before"), (182, "policy", "After")):
         figures = models[kind].figures
         passage = figures["passages"][0]
         title = (

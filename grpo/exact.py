@@ -31,13 +31,13 @@ def divergence(log_probs: Tensor, evidence: Tensor, reference_log_probs: Tensor)
 
 
 def exact_divergence(
-    policy: Any, mixture: Any, hidden: Tensor, ids: Tensor, mask: Tensor, frozen: list[Tensor]
+    policy: Any, head: Any, hidden: Tensor, ids: Tensor, mask: Tensor, frozen: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return KL(pi || m) at each written token, and log pi of the token: (R, N - 1) each, else 0.
 
-    policy: a GPT. mixture: a LikelihoodRewardModel. hidden: (W, C), the policy's hidden states
+    policy: a GPT. head: a LikelihoodRewardModel. hidden: (W, C), the policy's hidden states
     before the written tokens. ids: (R, N). mask: (R, N - 1) bool. frozen: (R, N - 1, C) of each
-    model of the mixture.
+    model of the head.
 
     With many tokens the logits are computed in pieces of at most PIECE_LOGITS, and again in the
     backward pass.
@@ -46,7 +46,7 @@ def exact_divergence(
     def compute(tokens: Tensor, states: Tensor, *frozen: Tensor) -> Tensor:
         log_probs = policy.logits(states).float().log_softmax(-1)  # (W, V)
         chosen = log_probs.gather(1, tokens[:, None])[:, 0]  # (W,)
-        evidence, reference_log_probs = mixture.distributions(frozen)  # (W, V) each
+        evidence, reference_log_probs = head.distributions(frozen)  # (W, V) each
         return torch.stack((divergence(log_probs, evidence, reference_log_probs), chosen))  # (2, W)
 
     inputs = (ids[:, 1:][mask], hidden, *(states[mask] for states in frozen))

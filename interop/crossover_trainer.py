@@ -220,9 +220,9 @@ class CrossoverTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Any, Any]:
-        """Return log-probabilities and entropies (B, C), as TRL does.
+        """Return log-probabilities and entropies (B, C), as TRL does; the third result is unused.
 
-        The loss gets them from the same pass of the policy as the divergence.
+        While the loss is computed, the same pass of the policy gives the divergence.
         """
         if self._token_weights is None:
             return super()._get_per_token_logps_and_entropies(

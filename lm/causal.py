@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from common.device import allow_tf32, evaluating, without_cudnn_attention
-from common.files import reading
+from common.files import reading_file
 from common.log import progress
 from common.process import require
 from lm.completions import PLAIN
@@ -203,5 +203,5 @@ def refuse_adapter(model: Any) -> None:
 def loaded(kind: str, name: str, **options: Any) -> Any:
     """Load `name` as a class of transformers; execute nothing. Raise UserError if it fails."""
     auto_class = getattr(load_transformers(), kind)
-    with reading(name, "pass a folder or a hub name"):
+    with reading_file(name, "pass a folder or a hub name"):
         return auto_class.from_pretrained(name, trust_remote_code=False, **options)

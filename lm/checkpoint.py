@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.files import hash_bytes, hash_file, is_hub_name, load_state, reading, save_state
+from common.files import hash_bytes, hash_file, is_hub_name, load_state, reading_file, save_state
 from common.process import is_main_rank, require, warn
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
@@ -92,7 +92,7 @@ def hash_model(path: str | Path) -> str:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Read and check a checkpoint; missing records are None.
+    """Read and check a checkpoint. Those of RECORDS that the file lacks are None.
 
     `path` is a Crossover or nanoGPT file, a folder of GPT-2 or of our export, or one of GPT-2's
     names. Raise UserError for anything else. Nothing in a file is executed.
@@ -104,7 +104,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         contents = read_folder(path)
     else:
         contents = load_state(path)
-    with reading(path):
+    with reading_file(path):
         return checked_contents(contents)
 
 
@@ -141,7 +141,10 @@ def convert_nanogpt(contents: Record) -> dict[str, Any]:
 
 
 def check_config(config: Any, weights: Mapping[str, Tensor]) -> GPTConfig:
-    """Return a config from a file as a new GPTConfig; raise UserError if it is invalid."""
+    """Return a config from a file as a new GPTConfig that fits its weights.
+
+    Raise UserError if it is invalid.
+    """
     # Rebuild the config field by field: a loaded object may carry arbitrary attributes.
     values = dict(vars(config))
     for name, default in REMOVED_FIELDS.items():
@@ -178,7 +181,7 @@ def load_weights(model: Any, contents: Record, path: str | Path, device: torch.d
 
     Raise UserError if names or shapes of the weights differ.
     """
-    with reading(path):
+    with reading_file(path):
         model.load_state_dict(contents["model"])
     return model.to(device).eval()
 

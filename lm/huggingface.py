@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.files import reading
+from common.files import reading_file
 from common.process import UserError, require, warn
 from model import GPTConfig
 from tokenization_manager import BPE_VOCAB_SIZE, TokenizationManager
@@ -77,7 +77,7 @@ def download_model(name: str) -> Path:
     repository = f"openai-community/{name}"
     patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
     command = f"`hf download {repository} --local-dir FOLDER`"
-    with reading(name, f"with a network, run {command}, then pass FOLDER"):
+    with reading_file(name, f"with a network, run {command}, then pass FOLDER"):
         return Path(hub.snapshot_download(repository, allow_patterns=patterns))
 
 
@@ -94,7 +94,7 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
         "pass the file of a checkpoint (.pt)",
     )
     transformers = load_transformers()
-    with reading(folder, WAY_OUT):
+    with reading_file(folder, WAY_OUT):
         theirs = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         records = getattr(theirs, "crossover", {})  # of our export
         config = our_config(theirs)
@@ -139,7 +139,7 @@ def find_tokenizer(folder: Path, chars: str | None) -> TokenizationManager | Non
 
 
 def our_config(theirs: Any) -> GPTConfig:
-    """Convert a transformers config to a GPTConfig. Raise UserError if it cannot represent it."""
+    """Return the GPTConfig of a transformers config; raise UserError if none can represent it."""
     require(theirs.model_type in MODEL_TYPES, f"a model of type {theirs.model_type!r}")
     position, their_activation = MODEL_TYPES[theirs.model_type]
     config = GPTConfig(

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.device import float64, random_stream
-from common.files import load_state, reading, save_state
+from common.files import load_state, reading_file, save_state
 from common.log import format_metrics, print0, progress
 from common.process import explaining, require
 from common.settings import Errors
@@ -152,9 +152,9 @@ def expected_crossover(log_posterior: Tensor) -> Tensor:
 
 
 class Reader:
-    """The numbers of each token from a model's logits, and the evidence that they are.
+    """The evidence that each token of a text is natural, fitted to a model.
 
-    Fitted are these tensors:
+    `fit` or `load` sets these tensors:
     """
 
     learned: Tensor  # (1,) the logit of w; with a generator alone (1 + F - S,) bias and weights
@@ -167,7 +167,7 @@ class Reader:
     distinct: int | None = None  # crossovers of the samples; None: all
 
     def __init__(self, model: Any, length: int, ways: Sequence[str] = WAYS) -> None:
-        """model: a LikelihoodRewardModel, or a generator. length: T, tokens of a text to fit."""
+        """Read for a LikelihoodRewardModel or a generator. length: T, tokens of a text to fit."""
         self.pair = None
         self.generator = model
         if isinstance(model, LikelihoodRewardModel):
@@ -268,10 +268,12 @@ class Reader:
         return (described - self.mean[:DESCRIBED]) / self.std[:DESCRIBED]
 
     def make_texts(self, blocks: Tensor, most: int, part: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return texts (n, T) from blocks (b, T) as numbers (n, T, F), K (n,) and blocks (n,).
+        """Return texts (n, T) from blocks (b, T) as numbers (n, T, F), K (n,), and the number of
+        each text's block (n,).
 
         At most `most` blocks, natural to the end (K = T), are followed by as many texts of each way
-        of sampling, with K uniform on [1, T - 1].
+        of sampling, with K uniform on [1, T - 1], or on `distinct` of these. part: the name of the
+        random stream.
         """
         count = min(most, len(blocks))
         chosen = blocks[evenly_spaced(np.arange(count), len(blocks), count)].to(self.device)
@@ -342,7 +344,7 @@ class Reader:
         decides it, as far as it is known.
         """
         contents = load_state(path, WAY_OUT)
-        with reading(path, WAY_OUT):
+        with reading_file(path, WAY_OUT):
             for name in FITTED:
                 setattr(self, name, contents[name].to(self.device))
             self.figures = contents["figures"]

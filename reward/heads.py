@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.device import autocast
-from common.files import reading
+from common.files import reading_file
 from common.log import progress
 from common.process import require
 from lm.checkpoint import build_model, check_fit, load_weights
@@ -43,14 +43,14 @@ from model import GPT, GPTConfig
 from reward.posterior import crossover_loss, natural_probabilities, natural_share
 
 
-def log_mixture_ratio(log_ratios: Tensor, mixture: Tensor) -> Tensor:
-    """Return log(m/q) = log(w p/q + 1 - w) for log-ratios log p - log q (...).
+def log_mixture_ratio(log_ratios: Tensor, logit: Tensor) -> Tensor:
+    """Return log(m/q) = log(w p/q + 1 - w) for log-ratios log p - log q (...), w = sigmoid(logit).
 
-    w = sigmoid(mixture).
+    The log-ratios are clamped to +-MAX_LOG_RATIO.
     """
     log_ratios = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    log_w = F.logsigmoid(mixture)
-    log_rest = F.logsigmoid(-mixture)  # log(1 - w)
+    log_w = F.logsigmoid(logit)
+    log_rest = F.logsigmoid(-logit)  # log(1 - w)
     return torch.logaddexp(log_ratios + log_w, log_rest)
 
 
@@ -187,7 +187,7 @@ def build_reward_model(
     config = contents["config"]
     require(config.mode == "reward", f"{path} holds a generator, not a reward model")
     model: RewardModel
-    with reading(path):
+    with reading_file(path):
         if config.reward_head_type == "last":
             model = LastRewardModel(config)
         else:

@@ -58,7 +58,7 @@ def test_figures_are_those_of_the_losses(tmp_path, corpus, generator, natural_mo
     for name in ("loss", "difference", "calibrated_loss", "calibrated_difference"):
         assert figures[f"{name}_low"] < figures[name] < figures[f"{name}_high"]
     assert found[str(generator)]["difference"] == 0  # a baseline may be a checkpoint too
-    assert figures["temperature"] != 1 and "--split test" in refuse(
+    assert figures["calibration_temperature"] != 1 and "--split test" in refuse(
         "evaluate", **options, calibrate=True
     )
     (train,) = evaluate(tmp_path, checkpoints=[generator], dataset=corpus, split="train").values()

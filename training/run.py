@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.distributed import ONE_RANK, Ranks
-from common.files import load_state, lock_output, reading, save_state
+from common.files import load_state, lock_output, reading_file, save_state
 from common.log import RunLog, print0, progress, start_tracker
 from common.process import UserError, flag_signals, require
 from common.settings import differing_settings
@@ -77,7 +77,7 @@ class Run:
     def _read_state(self) -> None:
         """Read the state of the output's run; raise UserError if it is of another run."""
         state = load_state(self.state_path, WAY_OUT)
-        with self.reading():
+        with self.reading_state():
             self.step = int(state["step"])
             self.saved = dict(state["parts"])
             known = state["identity"]
@@ -112,12 +112,12 @@ class Run:
         self.parts.update(parts)
         for name, part in parts.items():
             if self.is_resumed and hasattr(part, "load_state_dict"):
-                with self.reading():
+                with self.reading_state():
                     part.load_state_dict(self.saved[name])
 
-    def reading(self) -> contextlib.AbstractContextManager[None]:
+    def reading_state(self) -> contextlib.AbstractContextManager[None]:
         """Turn any error from reading the saved state into a UserError that names the file."""
-        return reading(self.state_path, WAY_OUT)
+        return reading_file(self.state_path, WAY_OUT)
 
     def steps(self, total: int, stop: Callable[[], str | None]) -> Iterator[int]:
         """Yield the number of each remaining step, counted from 0; set `reason` at the end.
