@@ -43,7 +43,6 @@ campaign: setup-dev ## the same with EXAMPLES examples of each kind (5,000: some
 tree: setup-dev ## print sizes and options beside their budgets
 	$(PYTHON) tests/test_architecture.py
 
-
 test-interop: setup-dev ## run the tests that need requirements-bench.txt (installs it)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) -m pytest -m interop -n auto --dist worksteal $(ARGS)

@@ -1,6 +1,6 @@
 """Open a corpus, divide its validation split, and make batches.
 
-    python -c "from data_loader import open_corpus as o; print(o('shakespeare_char', 2).describe())"
+    python -c "from data_loader import open_corpus as o; print(o('shakespeare_char', 2).record)"
 
 Token files hold little-endian uint16 numbers and nothing else. B: sequences of a batch. T: their
 length.
@@ -106,11 +106,6 @@ class Corpus:
     def interval_tokens(self) -> int:
         """Return the block size for intervals: the tokens in INTERVAL_CHARACTERS."""
         return max(1, round(INTERVAL_CHARACTERS / self.characters_per_token))
-
-    def describe(self) -> str:
-        """Return a one-line description: the folder, the tokenization and the split sizes."""
-        tokenization = self.tokenizer.describe()
-        return f"{self.folder} ({tokenization}), {len(self.train):,} + {len(self.val):,} tokens"
 
 
 def open_corpus(dataset: str, min_train_tokens: int, ranks: Ranks = ONE_RANK) -> Corpus:

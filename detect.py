@@ -15,18 +15,18 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.device import select_device
-from common.files import CHUNK, hash_bytes, read_text, write_json
+from common.files import hash_bytes, read_text, write_json
 from common.log import print0, progress
 from common.process import UserError, explaining, one_line, require, run_main, warn
 from common.settings import Errors, Settings, parse_settings, setting
-from corpus.encode import Text, find_texts, text_files, word_parts
+from corpus.encode import PART_CHARACTERS, Text, find_texts, text_files, word_parts
 from data_loader import open_corpus, validation_part
 from lm import checkpoint as ckpt
 from lm.identity import identity_of
@@ -47,7 +47,6 @@ def is_checkpoint(name: str) -> bool:
 class DetectSettings(Settings):
     """Find what a model wrote in texts; fit the reader that this needs."""
 
-    file_first: ClassVar[bool] = False
     text: tuple[str, ...] = setting((), free=True)
     """UTF-8 files to read, or folders: all *.txt below them; none: only fit the reader"""
     reward_model_path: str | None = setting(None, model_file="optional")
@@ -162,7 +161,8 @@ def encode_text(text: str, source: Source) -> tuple[Tensor, np.ndarray]:
     ids = []
     ends = []
     start = 0
-    pieces = (text[each : each + CHUNK] for each in range(0, len(text), CHUNK))
+    places = range(0, len(text), PART_CHARACTERS)
+    pieces = (text[place : place + PART_CHARACTERS] for place in places)
     for part in word_parts(pieces):
         part_ids, part_ends = source.encode(part)
         ids.append(np.asarray(part_ids, dtype=np.int64))
@@ -237,7 +237,7 @@ def check_paths(settings: DetectSettings, files: list[Path], pages: list[Path]) 
         outputs.append(Path(settings.output_path).resolve())
     for path in outputs:
         is_free = path not in taken and (path.is_file() or not path.exists())
-        require(is_free, f"{path} would replace another file or page: choose another output")
+        require(is_free, f"{path} would replace a file or another page: choose another")
         taken.add(path)
 
 
@@ -281,7 +281,7 @@ def run(settings: DetectSettings) -> dict[str, Any]:
     else:
         source = open_causal(name, settings)
     path = Path(settings.reader_path or default_reader_path(name))
-    fitted_on = identity_of(settings)
+    fitted_on = {**identity_of(settings), "sampling": " ".join(settings.sampling)}
     if natural:
         fitted_on["texts"] = " ".join(text.sha256 for text in natural)
     if files and path.is_file():

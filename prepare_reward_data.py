@@ -18,7 +18,7 @@ from tqdm import tqdm
 from common.device import autocast, random_stream, select_device, total_memory
 from common.files import atomic_folder, atomic_path, write_text
 from common.log import format_size, print0
-from common.process import require, run_main, warn
+from common.process import require, run_main
 from common.settings import parse_settings
 from corpus.encode import load_text
 from data_loader import data_record, evenly_spaced, open_token_file, text_rows
@@ -231,11 +231,6 @@ def run(config: RewardDataConfig) -> dict[str, Any]:
         f"Samples per chunk: {config.samples_per_chunk}\n"
         f"Temperature: {config.temperature}"
     )
-    if Sampling(config.temperature, config.top_k) != Sampling():
-        warn(
-            "GRPO samples at temperature 1 from all tokens: a reward model of samples drawn "
-            "otherwise may predict worse there than its R2 says"
-        )
     sampling = {name: getattr(config, name) for name in SAMPLING}
     samples = {}
     splits = (("train", "Training", train_tokens), ("val", "Validation", val_tokens))

@@ -82,7 +82,6 @@ def main() -> None:
         method = str(settings.tokenization)
         tokenizer = make_tokenizer(method, texts, segments, settings.vocab_size)
     prepare_texts(texts, folder, tokenizer, segments, settings.block_size)
-    print(f"next: python train.py --dataset {settings.name or folder}")
 
 
 if __name__ == "__main__":

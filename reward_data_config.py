@@ -45,7 +45,7 @@ class RewardDataConfig(Settings):
     samples_per_chunk: int = setting(10, minimum=1)
     """samples of each block of text, each with its own crossover point"""
     temperature: float = setting(1.0, minimum=0)
-    """sampling temperature; 0: always the likeliest token"""
+    """sampling temperature; 0: always the likeliest token; GRPO samples at 1, from all tokens"""
     top_k: int | None = setting(None, minimum=1)
     """sample from the k likeliest tokens only; None: from all"""
     device: str = setting("auto", free=True)

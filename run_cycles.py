@@ -45,7 +45,6 @@ from cycles.summary import headline
 from detect import DetectSettings
 from evaluate import EvaluateSettings
 from lm.checkpoint import load_checkpoint
-from lm.identity import identity_of
 from reward.user_function import execute_file, load_functions
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager
@@ -132,7 +131,7 @@ def make(stage: Stage, ledger: Ledger) -> None:
 
     The page is written before, without the figures of what is made again.
     """
-    identity = identity_of(stage.settings)
+    identity = stage.identity()
     record = ledger.records.get(stage.name, {"settings": identity})
     difference = differing_settings(record["settings"], identity)
     if "figures" in record and not difference and stage.artefact.exists():
@@ -225,7 +224,7 @@ def default_folder(sources: Sequence[str]) -> str:
     sources.
     """
     folder = Path("out", Path(sources[0]).stem)
-    earlier = list(map(os.path.abspath, Ledger(folder).about.get("sources", sources)))
+    earlier = Ledger(folder).about.get("sources", sources)
     require(
         earlier == sources,
         f"{folder} holds a run of {', '.join(earlier)}, and this one is of "

@@ -14,7 +14,7 @@ import torch
 from common.device import autocast, select_device
 from common.files import read_text
 from common.log import print0
-from common.process import require, run_main
+from common.process import explaining, require, run_main
 from common.settings import Settings, parse_settings, setting
 from lm.checkpoint import build_model, choose_tokenizer, load_checkpoint
 from lm.completions import generate
@@ -30,8 +30,8 @@ class SampleSettings(Settings):
 
     checkpoint_path: str | None = setting(None, model_file="required")
     """checkpoint of the generator (required)"""
-    start: str = "\n"
-    """text to continue (--start=-hello if it begins with -), or FILE:path; a newline if left out"""
+    start: str | None = None
+    """text to continue (--start=-hello if it begins with -), or FILE:path; None: a newline"""
     num_samples: int = setting(10, minimum=1)
     """number of texts"""
     max_new_tokens: int = setting(500, minimum=0)
@@ -49,14 +49,16 @@ class SampleSettings(Settings):
     """seed of the random numbers"""
 
 
-def encode_start(tokenizer: TokenizationManager, start: str) -> np.ndarray:
+def encode_start(tokenizer: TokenizationManager, start: str | None) -> np.ndarray:
     """Return the tokens (T,) uint16 that all texts start with; see SampleSettings.start.
 
     Raise UserError if the text is empty, or has a character that the tokenizer lacks.
     """
-    if start.startswith("FILE:"):
-        start = read_text(start.removeprefix("FILE:"))
-    tokens = tokenizer.encode(start)
+    text = "\n" if start is None else start
+    if text.startswith("FILE:"):
+        text = read_text(text.removeprefix("FILE:"))
+    with explaining("the text to start with cannot be encoded", "pass another with --start"):
+        tokens = tokenizer.encode(text)
     require(len(tokens) > 0, "start is empty, or has no tokens: change --start")
     return tokens
 

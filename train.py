@@ -236,8 +236,10 @@ def run(settings: TrainSettings) -> dict[str, Any]:
     best = train(run, settings, model.to(ranks.device), first_batch, corpus, dtype, measure)
 
     # the best model, evaluated on the whole validation split
-    print0(f"Stopped at step {run.step} by {run.reason}")
-    print0(f"Best select_loss: {best.value:.4f}, at step {best.at}")
+    print0(
+        f"Stopped at step {run.step} by {run.reason}\n"
+        f"Best select_loss: {best.value:.4f}, at step {best.at}"
+    )
     with run.reading_state():  # in a resumed run the weights can be those of a damaged state
         best.restore(model)
     val_loss = measure("val_loss", model)
@@ -277,7 +279,6 @@ def train(
     run.track(model=model, optimizers=optimizers, scaler=scaler, best=best)
     schedule.check_num_steps("max_iters", settings.max_iters)
     print0(f"Using device: {ranks.device} ({str(dtype).removeprefix('torch.')})")
-    print0(f"Data: {corpus.describe()}")
     print0(f"Model: {format_size(model.num_parameters())}; {tokens_per_step:,} tokens a step")
 
     def evaluate(step: int, **figures: Any) -> None:

@@ -37,11 +37,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from common.device import autocast, select_device
-from common.log import format_size, print0
+from common.log import print0
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from data_loader import open_corpus
@@ -229,7 +228,7 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
     G = settings.group_size
     assert G is not None  # resolved
     scorer.gives_evidence = settings.reward == "evidence"
-    print_choices(settings, policy, device)
+    print_choices(settings)
     training = Run(settings.output_path, settings)
     training.start_tracker(settings, "crossover", training.output.stem)
 
@@ -250,7 +249,7 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
 
     def evaluate(num_steps: int, figures: dict[str, Any]) -> None:
         """Evaluate natural loss and fresh text; keep the best policy that exceeds no cap."""
-        with training.saving_on_error(num_steps, bool(scorer.functions)):
+        with training.saving_on_error(num_steps, scorer.functions):
             evaluation = evaluate_policy(policy, scorer, corpus, settings.seed)
         stops.update(evaluation)
         if not stops.broken_cap:
@@ -274,7 +273,7 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
         # With prefixes=natural take natural text; then log pi_old is NaN and not used.
         rollouts = sample(policy, corpus.train, settings.prefixes, P, G, settings.seed, step + 1)
         # Score: log q and log(m / q) of tokens (R, N - 1); P(natural) and functions of rows (R,).
-        with training.saving_on_error(step, bool(scorer.functions)):
+        with training.saving_on_error(step, scorer.functions):
             scores = scorer(rollouts.ids, rollouts.mask, keep_hidden=settings.credit == "exact")
         # Compare sampled rewards within groups: (R, N - 1). Exact credit adds nothing to them: it
         # compares next tokens in add_gradients.
@@ -365,12 +364,13 @@ def add_gradients(
     return figures
 
 
-def print_choices(settings: GRPOSettings, policy: Any, device: torch.device) -> None:
-    """Print what is trained, and what the settings leave to the reward model."""
-    size = format_size(policy.num_parameters())
+def print_choices(settings: GRPOSettings) -> None:
+    """Print what gives the reward, and what the settings leave to the reward model."""
+    rewards = [*(settings.reward_function or ())]
+    if settings.reward_model_path is not None:
+        rewards.append(settings.reward)
     print0(
-        f"Policy: {settings.base_model_path}, {size}, on {device}\n"
-        f"Reward: {settings.reward}; credit: {settings.credit}; prefixes: {settings.prefixes}; "
+        f"Reward: {' + '.join(rewards)}; credit: {settings.credit}; prefixes: {settings.prefixes}; "
         f"group size: {settings.group_size}; weight of the KL to the start in the loss: "
         f"{settings.beta:g}"
     )
@@ -388,9 +388,8 @@ def write_policy(
     save_checkpoint(path, policy, base["tokenization"], base["data"], training)
     print0(
         f"\nStopped after {record['steps']} steps by {record['stop_reason']}; kept the policy of "
-        f"step {record['kept_step']} (0: the start)"
+        f"step {record['kept_step']} (0: the start)\nSaved {path}"
     )
-    print0(f"Saved {path}")
 
 
 if __name__ == "__main__":

@@ -161,7 +161,8 @@ def run(settings: RewardModelSettings) -> dict[str, Any]:
     checkpoint.save_checkpoint(output, model, base["tokenization"], base["data"], training)
     print0(
         f"\nOn the report part: R2 {format_figure(skill, 'r2')}, a constant has 0; mean error "
-        f"{skill['mae_tokens']:.1f} of {skill['num_tokens']} tokens, a constant: a quarter"
+        f"{skill['mae_tokens']:.1f} of {skill['num_tokens']} tokens, a constant: about a quarter "
+        "of them; 95 % interval in brackets"
     )
     print0(f"Saved {output}")
     return record

@@ -86,11 +86,11 @@ def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dic
         subprocess.run(command, check=True, env=environment, stdout=file, stderr=file)
     records = {}
     for stage in Ledger(folder).finished():
-        if stage["kind"] in ("evaluation", "controls"):
+        if stage["kind"] in ("evaluation", "controls") and stage["cycle"] == 1:
             records.update(stage["figures"])
     figures = {}
     for name in MODELS:
-        found = page_figures(records[name])
+        found = page_figures(records[name]) if name in records else {}
         figures[name] = {figure: found.get(figure) for figure in FIGURES}
     return figures
 

@@ -88,7 +88,7 @@ def read_pieces(path: str | os.PathLike, newline: str | None = None) -> Iterator
     except UnicodeDecodeError as error:
         raise UserError(
             f"ERROR: {path} is not UTF-8 text ({error.reason}): convert it, as by "
-            "iconv -f CP1252 -t UTF-8 OLD.txt > NEW.txt (or -f UTF-16)"
+            "iconv -f ENCODING -t UTF-8 OLD.txt > NEW.txt, with UTF-16 or CP1252"
         ) from None
 
 

@@ -85,14 +85,13 @@ def text_files(paths: Sequence[str | Path]) -> list[Path]:
     Raise UserError for an empty word and for a folder without texts.
     """
     files: list[Path] = []
+    # An empty word, as of an unset shell variable, would be the current folder.
+    require("" not in paths, "no text is given: pass text files, or folders of *.txt")
     for path in paths:
         found = [Path(path)]
         if Path(path).is_dir():
             found = texts_below(Path(path))
-        # An empty word, as of an unset shell variable, would be the current folder.
-        is_named = path != "" and len(found) > 0
-        name = path or "(empty)"
-        require(is_named, f"{name}: no text file: pass text files, or folders of *.txt")
+        require(len(found) > 0, f"{path}: no text file: pass text files, or folders of *.txt")
         files += found
     return files
 
@@ -186,7 +185,8 @@ def cut_segments(texts: Sequence[Text], segments: Segments) -> Iterator[tuple[st
 def word_parts(pieces: Iterable[str]) -> Iterator[str]:
     """Yield a text that is given in pieces in longer parts, which end where a word ends.
 
-    A part has PART_CHARACTERS or more. A text without spaces is cut anywhere.
+    A part is what has come up to the last end of a word, as soon as that is PART_CHARACTERS or
+    more. A text without spaces is cut anywhere.
     """
     text = ""
     for piece in pieces:

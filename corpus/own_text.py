@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.intervals import MIN_BLOCKS
-from common.process import require, warn
+from common.process import require
 from corpus.encode import (
     Text,
     characters_of,
@@ -23,7 +22,6 @@ from corpus.encode import (
     make_tokenizer,
     prepare_texts,
 )
-from data_loader import INTERVAL_CHARACTERS, open_corpus
 from tokenization_manager import TokenizationManager
 
 # the settings file for your own texts
@@ -91,14 +89,6 @@ def make_corpora(
         num_tokens >= MIN_TOKENS,
         f"--text has {num_tokens:,} tokens, but at least {MIN_TOKENS:,} are needed: add text",
     )
-    # The intervals of the losses are over blocks of the test text.
-    num_losses = (folder / "test.bin").stat().st_size // 2 - 1
-    num_blocks = num_losses // open_corpus(str(folder), 1).interval_tokens
-    if num_blocks < MIN_BLOCKS:
-        warn(
-            f"the test text, a tenth of --text, is too short for a verdict: it has {num_blocks} "
-            f"blocks of {INTERVAL_CHARACTERS:,} characters, and intervals need {MIN_BLOCKS}"
-        )
     if natural:
         natural_folder = out / "natural_corpus"
         copied = [folder / name for name in shared]

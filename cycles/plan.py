@@ -4,6 +4,7 @@ python run_cycles.py --config config/shakespeare_library_cpu.py
 """
 
 import functools
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import train
 import train_grpo
 import train_reward_model
 from common.device import random_stream
+from lm.identity import identity_of
 
 NUM_SAMPLES = 300  # of each model, for the quality of its text, unless the section evaluate sets it
 OUTPUT_OPTIONS = {prepare_reward_data: "output_dir", detect: "reader_path"}  # else output_path
@@ -40,6 +42,13 @@ class Stage:
     @property
     def name(self) -> str:
         return self.artefact.stem
+
+    def identity(self) -> Any:
+        """Return what decides the artefact, as plain values of JSON."""
+        identity = identity_of(self.settings)
+        if self.script is train:
+            identity.update(self.settings.new_shape())
+        return json.loads(json.dumps(identity))
 
     def run(self, **changes: Any) -> dict[str, Any]:
         """Make the artefact, with some settings changed; return its figures.
@@ -174,6 +183,8 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
         controls = []
         if "control_plain" in used:
             options = {"init_from": sections["control_plain"].init_from or plain}
+            if options["init_from"] == "scratch":  # the steps of all cycles so far
+                options["max_iters"] = cycle * sections["control_plain"].max_iters
             file = f"control_plain_v{after}.pt"
             plain = add(train, "control_plain", cycle, file, dataset=corpus, **options)
             controls.append(plain)
@@ -191,6 +202,17 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
             add(evaluate, "controls", cycle, f"controls_v{after}.json", **measured)
         if is_likelihood:
             file = f"reward_model_v{cycle}.reader.pt"
-            add(detect, "reader", cycle, file, reward_model_path=reward_model)
+            add(
+                detect,
+                "reader",
+                cycle,
+                file,
+                reward_model_path=reward_model,
+                generator=None,
+                natural_model=None,
+                natural_text=(),
+                meta_path=None,
+                text=(),
+            )
         generator = policy
     return stages

@@ -83,9 +83,10 @@ class Results:
             if stage["kind"] in ("evaluation", "controls") and stage["cycle"] == self.cycle:
                 measured.update(stage["figures"])
         self.models = []
-        for name, record in measured.items():
-            policy = page_figures(measured[f"base_model_v{self.cycle + 1}"])
-            self.models.append(read_model(ledger, name, page_figures(record), policy))
+        for name in [*self.about["planned"], "natural_model"]:
+            if name in measured:
+                policy = page_figures(measured[f"base_model_v{self.cycle + 1}"])
+                self.models.append(read_model(ledger, name, page_figures(measured[name]), policy))
         self.by_kind = {model.kind: model for model in self.models}
         self.natural: Record = {}
         if self.models:
@@ -133,7 +134,7 @@ def read_model(ledger: Ledger, name: str, figures: Record, policy: Record) -> Mo
     """
     kind = "natural_model"
     seconds = None
-    if name in ledger.records:
+    if name in ledger.about["planned"]:
         kind = ledger.records[name]["kind"]
         stages = [name, *ledger.about["planned"][name]]
         all_seconds = [ledger.records[stage]["seconds"] for stage in stages]

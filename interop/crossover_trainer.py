@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast, is_peft_model
+from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import _ForwardRedirection
@@ -133,6 +134,9 @@ class CrossoverTrainer(GRPOTrainer):
         require(reward.is_fitted, "the reward has no weight yet: call its fit(), or pass weight=")
         self._token_weights: Tensor | None = None  # only while the loss is computed
         self._sums: dict[str, Tensor] = {}  # of FIGURES and of tokens since the last log, by mode
+        for dataset in (self.train_dataset, self.eval_dataset):
+            if isinstance(dataset, Dataset):  # streams and several datasets are checked when read
+                self._check_prompts(dataset)
         require(
             not self.aux_loss_enabled,
             "the model has a loss of routers, which would be left out: set router_aux_loss_coef=0",

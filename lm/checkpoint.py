@@ -77,7 +77,8 @@ def find_model(name: str | Path) -> Path:
 def hash_model(path: str | Path) -> str:
     """Return the sha256, in hexadecimal, of a checkpoint's file or of a Hugging Face folder.
 
-    In a folder, only weights, configs and vocabularies count. A name on the hub stands for itself.
+    In a folder, only weights, configs and vocabularies count. A name of something
+    that is not here stands for itself.
     """
     path = find_model(path)
     if not path.exists():

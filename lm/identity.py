@@ -13,11 +13,11 @@ from common.files import dataset_folder, hash_file
 from lm.checkpoint import hash_model
 
 
-def identity_of(settings: Any, is_run: bool = False) -> dict[str, str]:
+def identity_of(settings: Any, is_run: bool = False) -> dict[str, Any]:
     """Return what decides a result: the settings, with hashes in place of what they read.
 
     `common.settings.setting` says which settings count. is_run: without those that a resumed run
-    may change.
+    may change. A user's function also has the hash of its file, by its name.
     """
     identity = {}
     for member in fields(settings):
@@ -25,23 +25,24 @@ def identity_of(settings: Any, is_run: bool = False) -> dict[str, str]:
         if rules.get("free") or (is_run and rules.get("changeable")):
             continue
         value = getattr(settings, member.name)
-        items = list(value) if isinstance(value, tuple) else [value]
         kind = rules.get("reads", rules.get("model_file"))
-        if kind is not None:
-            items = [hash_input(item, kind) for item in items]
-        identity[member.name] = " ".join(map(str, items))
+        if kind == "function":
+            for name in value or ():
+                identity[name] = hash_file(name.rpartition(":")[0])
+        elif kind is not None:
+            names = value if isinstance(value, tuple) else (value,)
+            value = " ".join(hash_input(name, kind) for name in names)
+        identity[member.name] = value
     return identity
 
 
 def hash_input(name: Any, kind: str) -> str:
-    """Return the hash of a file, model or dataset, or a function's name and the hash of its file.
+    """Return the hash of a file, model or dataset.
 
     A setting without a name, and the values of init_from that name no file, stand for themselves.
     """
     if name in (None, "", "scratch", "resume"):
         return str(name)
-    if kind == "function":
-        return f"{name} {hash_file(name.rpartition(':')[0])}"
     if kind == "dataset":
         return hash_model(dataset_folder(name))
     return hash_model(name)

@@ -335,7 +335,6 @@ class Reader:
         """Write what was fitted to a file. fitted_on: what decides it, by name."""
         contents = {name: getattr(self, name) for name in (*FITTED, "figures")}
         save_state(path, {**contents, "identity": dict(fitted_on)})
-        print0(f"Saved {path}")
 
     def load(self, path: str | Path, fitted_on: Mapping[str, str]) -> dict[str, str]:
         """Read what `save` has written, and return its fitted_on; nothing is executed.
@@ -351,7 +350,7 @@ class Reader:
             identity = dict(contents["identity"])
             self.read(torch.arange(4) % 2)  # what it holds must fit together
             self.describe()
-        others = [name for name in fitted_on if fitted_on[name] != identity.get(name)]
+        others = [name for name in fitted_on if str(fitted_on[name]) != str(identity.get(name))]
         finding = f"{path} was fitted with another {', '.join(others)}"
         require(not others, f"{finding}: pass another --reader_path, to fit a new one")
         return identity

@@ -7,6 +7,7 @@ Shapes: R sequences of N tokens.
 
 import contextlib
 import functools
+import inspect
 import runpy
 import sys
 import traceback
@@ -39,6 +40,10 @@ class RewardFunction:
             require(self.file.endswith(".py"), "must be FILE.py:NAME")
             self.function: Any = execute_file(self.file).get(self.short_name)
             require(callable(self.function), f"{self.file} has no function {self.short_name!r}")
+            require(
+                not inspect.iscoroutinefunction(self.function),
+                f"{self.short_name!r} is async: write a plain function",
+            )
 
     def __call__(self, ids: Tensor, written: Tensor) -> Tensor:
         """Return float32 rewards (R,) of sequences.
@@ -94,10 +99,11 @@ def load_functions(
     names = names or ()
     weights = weights or [1.0] * len(names)
     short_names = [name.rpartition(":")[2] for name in names]
+    ends = [f"{name}{end}" for name in short_names for end in ("", "_low", "_high")]
     require(
-        len({*short_names}) == len(names),
-        f"reward_function: {' '.join(short_names)}: names must differ, because figures are named "
-        "after them: use another name, as in short = score",
+        len({*ends}) == len(ends),
+        f"reward_function: {' '.join(short_names)}: names must differ, because figures and their "
+        "intervals are named after them: use another name, as in short = score",
     )
     require(
         len(weights) == len(names),

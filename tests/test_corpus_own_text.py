@@ -12,7 +12,6 @@ from common.settings import parse_sections
 from corpus import own_text
 from corpus.encode import find_texts, make_tokenizer
 from corpus.own_text import make_corpora, num_pairs, sizes_for
-from data_loader import Corpus
 from run_cycles import SECTIONS, CycleSettings
 from train import FurtherTrainSettings, TrainSettings
 from train_grpo import GRPOSettings
@@ -100,14 +99,10 @@ def test_the_number_of_byte_pairs(num_beyond_ascii, expected):
     )
 
 
-def test_thresholds_count_tokens(texts, tmp_path, monkeypatch, capsys):
-    """Too few byte pairs give way to characters; too few blocks of the test text give a warning."""
+def test_too_few_byte_pairs_give_way_to_characters(texts, tmp_path, monkeypatch):
     own = find_texts([texts[0]])
     monkeypatch.setattr(own_text, "MIN_TOKENS", 1000)
-    for interval_tokens, is_warned in ((153, True), (152, False)):  # of 1,222 in the test text
-        monkeypatch.setattr(Corpus, "interval_tokens", interval_tokens)
-        num_tokens = make_corpora(own, [], None, tmp_path)[2]
-        assert ("it has 7 blocks" in capsys.readouterr().err) == is_warned
+    num_tokens = make_corpora(own, [], None, tmp_path)[2]
     monkeypatch.setattr(own_text, "MIN_TOKENS", num_tokens)
     assert make_corpora(own, [], None, tmp_path)[2] == num_tokens
     monkeypatch.setattr(own_text, "MIN_TOKENS", num_tokens + 1)

@@ -122,12 +122,12 @@ REFUSED = """
 --reward_model_path model.pt => model.pt holds a generator, not a reward model
 --natural_model last.pt => natural_model is ignored without generator
 --text more => more: no text file
---text mixed.txt more/mixed.txt => {tmp_path}/out/mixed.crossover.html would replace another file or page
+--text mixed.txt more/mixed.txt => {tmp_path}/out/mixed.crossover.html would replace a file or another page
 --sampling hot => sampling=hot
 --reward_model_path plain.pt => the generator of plain.pt has no reader, and no corpus
---output_path mixed.txt => mixed.txt would replace another file
---output_path reward.pt => reward.pt would replace another file
---output_path /dev/null => /dev/null would replace another file
+--output_path mixed.txt => mixed.txt would replace a file or another page
+--output_path reward.pt => reward.pt would replace a file or another page
+--output_path /dev/null => /dev/null would replace a file or another page
 --reader_path reward.pt => reader_path=reward.pt: must end in .reader.pt
 --natural_text mixed.txt => to be read, and natural text: leave one out
 """

@@ -66,6 +66,7 @@ def test_another_form_than_file_and_name(named, finding):
         ("\nimport no_such_module\n", "ModuleNotFoundError at line 2: "),
         ("import sys\nsys.exit('bye')\n", "SystemExit at line 2: bye"),
         ("score = 3\n", "has no function 'score'"),
+        ("async def score(): pass\n", "'score' is async: write a plain function"),
     ],
 )
 def test_a_file_that_does_not_load(made, text, expected):
@@ -205,7 +206,7 @@ def test_a_policy_learns_what_the_function_rewards(
         "train_grpo", **resumed, reward_model_path=reward_model
     )
     (tmp_path / "letters.py").write_text(LETTERS + "\n")
-    assert "reward_function was" in refuse_in_one_line("train_grpo", **resumed)
+    assert "letters.py:share was" in refuse_in_one_line("train_grpo", **resumed)
 
 
 FAILS_ONCE = """
@@ -238,7 +239,7 @@ def test_the_state_is_saved_if_a_function_fails(tmp_path, corpus, generator, num
         succeed("train_grpo", **options, overwrite=True)
     else:
         out = succeed("train_grpo", **options, init_from="resume")
-        assert f"at step {step}" in out and "reward_function failed in the run before: " in out
+        assert f"at step {step}" in out and "mine.py:score failed in the run before: " in out
     whole = {**options, "output_path": tmp_path / "whole.pt"}
     succeed("train_grpo", **whole)
     assert_same_weights(weights(path), weights(whole["output_path"]))

@@ -105,7 +105,7 @@ def test_artefacts_and_ledger(unbroken, corpus):
     assert not list(out.glob("*partial*"))
     settings = {name: record["settings"] for name, record in records.items()}
     assert settings["control_plain_v2"]["init_from"] == settings["base_model_v2"]["base_model_path"]
-    assert settings["control_plain_v2"]["max_iters"] == "6"
+    assert settings["control_plain_v2"]["max_iters"] == 6
     found = records["evaluation_v2"]["figures"]
     assert list(found) == ["base_model_v1", "base_model_v2", "natural_model_v1"]
     assert list(records["controls_v2"]["figures"]) == CONTROL_NAMES
@@ -286,6 +286,13 @@ def test_controls_of_the_settings(tmp_path):
     planned = plan(tmp_path, text)
     assert kinds(planned) == [*stages, "control_plain", "control_distil"]
     assert planned[-3].settings.prefixes == "natural"  # whatever its section says
+    (_, longer) = [
+        each.settings.max_iters
+        for each in plan(tmp_path, text + "\ntext = ['a.txt']", num_cycles=2)
+        if each.kind == "control_plain"
+    ]
+    assert longer == 2 * planned[-4].settings.max_iters  # the steps of both cycles
+    assert planned[-1].settings.text == ()  # the reader's stage only fits
     assert kinds(plan(tmp_path, controls=False)) == stages
 
 
@@ -302,7 +309,7 @@ def test_a_task(tmp_path):
     before = identity_of(settings)
     file.write_text("f = max")
     changed = {name for name, value in identity_of(settings).items() if value != before[name]}
-    assert changed == {"reward_function"}
+    assert changed == {f"{file}:f"}
 
 
 def test_the_natural_model(tmp_path):
@@ -337,7 +344,7 @@ def test_a_folder_named_for_a_text_or_settings_file_is_for_that_one(tmp_path, mo
     """Another of the same name needs --out_dir; the same command goes on."""
     monkeypatch.chdir(tmp_path)
     ledger = Ledger(Path("out/input"))
-    ledger.about = {"sources": ["x/input.txt"]}  # earlier versions kept what was given
+    ledger.about = {"sources": [f"{tmp_path}/x/input.txt"]}
     ledger.write()
     assert run_cycles.default_folder([f"{tmp_path}/x/input.txt"]) == "out/input"
     line = refuse_in_one_line("run_cycles", text="y/input.txt")

@@ -70,7 +70,7 @@ def test_a_model_of_gpt2s_size_without_a_tokenizer_is_of_gpt2s(tmp_path):
 def test_a_model_without_a_newline_needs_a_start(tmp_path):
     path = make_checkpoint(tmp_path / "model.pt", 2, {"method": "char", "chars": "ab"})
     options = {"checkpoint_path": path, "device": "cpu", "num_samples": 1, "max_new_tokens": 3}
-    assert "lacks the characters '\\n'" in refuse_in_one_line("sample", **options)
+    assert "pass another with --start" in refuse_in_one_line("sample", **options)
     assert re.fullmatch("a[ab]{3}\n-+\n", succeed("sample", start="a", **options))
 
 

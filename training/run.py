@@ -9,7 +9,7 @@ step. A resumed run of the same settings and inputs ends in the same tensors.
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ RESUME_HINT = (
     "Continue with --init_from resume. If nothing was saved yet, run the same command again."
 )
 WAY_OUT = "to start over, pass --overwrite True without --init_from resume"
-FAILED = "failed"  # in a state, in place of the hashes of a user's functions
+FAILED = "failed"  # in a state, in place of the hash of a user's function, which may be corrected
 
 
 class Run:
@@ -81,10 +81,9 @@ class Run:
             self.step = int(state["step"])
             self.saved = dict(state["parts"])
             known = state["identity"]
-            compared = dict(self.identity)
-            if known.get("reward_function") == FAILED:
-                del compared["reward_function"]
-                print0("reward_function failed in the run before: it may have changed")
+            compared = {
+                name: now for name, now in self.identity.items() if known.get(name) != FAILED
+            }
             difference = differing_settings(known, compared)
         require(
             not difference,
@@ -93,6 +92,8 @@ class Run:
             "(train_grpo.py: --base_model_path CHECKPOINT)",
         )
         print0(f"Resuming {self.state_path} at step {self.step}")
+        for name in self.identity.keys() - compared.keys():
+            print0(f"{name} failed in the run before: it may have changed")
 
     def start_tracker(self, settings: Any, project: str, name: str) -> None:
         """Send the records to the tracker of the settings, if they name one, as well.
@@ -142,7 +143,7 @@ class Run:
         raise KeyboardInterrupt
 
     @contextlib.contextmanager
-    def saving_on_error(self, step: int, has_functions: bool) -> Iterator[None]:
+    def saving_on_error(self, step: int, functions: Sequence[Any]) -> Iterator[None]:
         """Save the state after `step` steps, if any, when one of the user's functions fails within.
 
         A run that is resumed from it may have corrected functions.
@@ -150,8 +151,9 @@ class Run:
         try:
             yield
         except UserError:
-            if has_functions and step > 0:
-                self.identity["reward_function"] = FAILED
+            for function in functions:
+                self.identity[function.name] = FAILED
+            if functions and step > 0:
                 self.save(step)
             raise
 
