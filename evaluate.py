@@ -143,6 +143,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         if settings.part != "whole":
             part = validation_part(tokens, length, settings.part)
         figures = measure_losses(model, corpus, part, settings, baseline_losses)
+        figures["parameters"] = model.num_parameters()
         check_finite({f"{name} of {path}": value for name, value in figures.items()})
         if path in settings.checkpoints:
             results[path] = figures

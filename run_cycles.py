@@ -5,10 +5,11 @@
 Each stage runs a script in this process and makes a file or folder in out_dir:
 base_model_v1.pt and natural_model_v1.pt; in cycle n reward_data_vn, reward_model_vn.pt,
 base_model_v(n+1).pt and evaluation_v(n+1).json. The controls, if the settings file
-has their sections, are control_plain_v(n+1).pt, control_sampled_v(n+1).pt and
-control_distil_v(n+1).pt, and controls_v(n+1).json is their evaluation. cycles.json is the ledger of
-results; report.html is the report, written after each stage. A stage is done if its artefact exists
-and the ledger has the same settings and hashes of inputs: repeat the command to continue.
+has their sections, are control_plain_v(n+1).pt, control_distil_v(n+1).pt, control_natural_v2.pt
+and, with a task, control_sampled_v(n+1).pt; controls_v(n+1).json is their evaluation. cycles.json
+is the ledger of results; report.html is the report, written after each stage. A stage is done if
+its artefact exists and the ledger has the same settings and hashes of inputs: repeat the command to
+continue.
 """
 
 import gc
@@ -74,7 +75,7 @@ class CycleSettings(Settings):
     num_cycles: int = setting(1, minimum=1)
     """cycles after the first generator"""
     controls: bool = True
-    """train what the policy is compared with: control_plain, control_sampled, control_distil"""
+    """train what the policy is compared with: control_plain, control_distil, control_natural"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps, for every stage that names no other"""
 
@@ -101,8 +102,9 @@ SECTIONS: dict[str, type[Settings]] = {
     "evaluate": EvaluateSettings,
     "detect": DetectSettings,
     "control_plain": FurtherTrainSettings,
-    "control_sampled": GRPOSettings,
     "control_distil": GRPOSettings,
+    "control_sampled": GRPOSettings,
+    "control_natural": FurtherTrainSettings,
 }
 
 

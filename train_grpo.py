@@ -133,6 +133,11 @@ class GRPOSettings(Settings):
         """Return whether nothing compares sampled completions."""
         return self.credit == "exact" and not self.reward_function
 
+    @property
+    def follows_schedule(self) -> bool:
+        """Return whether the schedule ends the run: see `grpo.stopping.Stops`."""
+        return self.is_exact_alone and self.lr_schedule != "constant"
+
     def check_settings(self, errors: Errors) -> None:
         """Note options that have no effect beside others, and options that are missing."""
         is_sampled = self.credit in ("token", "sequence")
@@ -240,6 +245,7 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
         corpus.characters_per_token,
         has_function=bool(scorer.functions),
         is_in_nats=scorer.gives_evidence,
+        follows_schedule=settings.follows_schedule,
     )
     optimizers = make_optimizers(policy, settings.optimizer, settings.learning_rate, 0.0)
     schedule = Schedule(settings.lr_schedule, settings.max_steps, int(WARMUP * settings.max_steps))
@@ -250,7 +256,7 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
     def evaluate(num_steps: int, figures: dict[str, Any]) -> None:
         """Evaluate natural loss and fresh text; keep the best policy that exceeds no cap."""
         with training.saving_on_error(num_steps, scorer.functions):
-            evaluation = evaluate_policy(policy, scorer, corpus, settings.seed)
+            evaluation = evaluate_policy(policy, scorer, corpus, settings.seed, settings.prefixes)
         stops.update(evaluation)
         if not stops.broken_cap:
             value = selection_value(evaluation, num_steps)
@@ -283,7 +289,6 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
             figures.update(step_figures(rollouts, scores, advantages, G))
         if settings.is_exact_alone:  # no advantages
             figures.pop("flat_groups", None)
-        stops.update(figures)
 
         # Update the policy, until it is too far from the one that sampled.
         optimizers.set_learning_rate_factor(schedule.factor(step))
@@ -297,6 +302,7 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
             figures["updates"] = number + 1
 
         # Evaluate from time to time, and at the end.
+        stops.update(figures)
         training.bar.set_postfix(loss=f"{figures['loss']:.3f}", refresh=False)
         num_steps = step + 1
         if is_due(num_steps):

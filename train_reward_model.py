@@ -87,7 +87,7 @@ class RewardModelSettings(Settings):
         errors.check(
             self.natural_model_path is not None,
             "head=likelihood needs natural_model_path, a model of natural text: make one with "
-            f"`python train.py --init_from {self.base_model_path} --dataset CORPUS "
+            "`python train.py --init_from GENERATOR.pt --dataset CORPUS "
             "--checkpoint_name NAME.pt`",
             "Pass it with --natural_model_path",
         )

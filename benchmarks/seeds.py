@@ -35,16 +35,16 @@ SECTIONS = (
     "prepare_reward_data",
     "train_grpo",
     "control_plain",
-    "control_sampled",
     "control_distil",
+    "control_natural",
 )
 MODELS = (
     "base_model_v1",
     "base_model_v2",
     "natural_model_v1",
     "control_plain_v2",
-    "control_sampled_v2",
     "control_distil_v2",
+    "control_natural_v2",
 )
 POLICY = "base_model_v2"
 FIGURES = ("judge_loss", "unknown_words", "calibrated_loss", "fresh_p_natural", "temperature")
@@ -74,9 +74,8 @@ def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dic
     command = [sys.executable, str(ROOT / "run_cycles.py"), f"--config={settings.run_config}"]
     command.append(f"--out_dir={folder}")
     for section in SECTIONS:
-        stage_seed = seed
-        if section == "natural_model":
-            stage_seed = seed + 1000  # other weights than the generator's
+        # The models of the natural text have other weights than the generator, and each other.
+        stage_seed = seed + {"natural_model": 1000, "control_natural": 2000}.get(section, 0)
         command.append(f"--{section}.seed={stage_seed}")
     environment = dict(os.environ)
     if parallel > 1:

@@ -15,13 +15,12 @@ MIN_BLOCKS = 8  # units; fewer say too little about the shape of their distribut
 
 
 def confidence_interval(
-    units: Tensor, statistic: Callable[[Tensor], Tensor], error: float = 0.0
+    units: Tensor, statistic: Callable[[Tensor], Tensor]
 ) -> tuple[float | None, float | None]:
     """Return the 95% interval of a statistic of the means of independent units (n, ...) float64.
 
-    `statistic` maps means (m, ...) to numbers (m,). error: a further, independent standard error.
-    The interval is (None, None) for fewer than MIN_BLOCKS units, and if the statistic of all units,
-    or of all but one, is not finite.
+    `statistic` maps means (m, ...) to numbers (m,). The interval is (None, None) for fewer than
+    MIN_BLOCKS units, and if the statistic of all units, or of all but one, is not finite.
 
     A jackknife measures the influence of each unit (Efron and Stein 1981, "The jackknife estimate
     of variance"). Each end is the farther one of two: that of Student's t interval, which misses
@@ -36,17 +35,17 @@ def confidence_interval(
     value = statistic(means).item()
     without_one = statistic((n * means - units) / (n - 1))
     influence = (n - 1) * (without_one.mean() - without_one)  # (n,)
-    own_error = influence.std().item() / math.sqrt(n)
-    if not math.isfinite(value + own_error + error):
+    error = influence.std().item() / math.sqrt(n)
+    if not math.isfinite(value + error):
         return None, None
     third = influence.pow(3).sum() / influence.square().sum() ** 1.5
     skewness = third.nan_to_num().item()  # of the statistic; 0 if all units are equal
     # The 97.5% quantile of Student's t (Abramowitz and Stegun, "Handbook of mathematical
     # functions", 26.7.5), to three digits
     t = 1.96 + 2.372 / (n - 1) + 2.823 / (n - 1) ** 2 + 2.556 / (n - 1) ** 3
-    below = max(t, without_skewness(t, skewness)) * own_error
-    above = max(t, -without_skewness(-t, skewness)) * own_error
-    return value - math.hypot(below, 1.96 * error), value + math.hypot(above, 1.96 * error)
+    below = max(t, without_skewness(t, skewness))
+    above = max(t, -without_skewness(-t, skewness))
+    return value - below * error, value + above * error
 
 
 def without_skewness(t: float, skewness: float) -> float:
@@ -60,13 +59,10 @@ def without_skewness(t: float, skewness: float) -> float:
     return 3 * shifted / (root**2 + root + 1)
 
 
-def mean_figures(name: str, values: Tensor, error: float = 0.0) -> dict[str, float | None]:
-    """Return the mean of independent values (n,), with its interval as name_low and name_high.
-
-    error: as in `confidence_interval`.
-    """
+def mean_figures(name: str, values: Tensor) -> dict[str, float | None]:
+    """Return the mean of independent values (n,), with its interval as name_low and name_high."""
     values = float64(values)
-    low, high = confidence_interval(values, lambda means: means, error)
+    low, high = confidence_interval(values, lambda means: means)
     return {name: values.mean().item(), f"{name}_low": low, f"{name}_high": high}
 
 

@@ -35,13 +35,13 @@ train = dict(
 natural_model = dict(
     dataset="shakespeare_library",
     init_from="scratch",
-    n_layer=3,
-    n_head=2,
-    n_embd=64,
+    n_layer=4,
+    n_head=4,
+    n_embd=128,
     block_size=80,
     batch_size=26,
     optimizer="muon",
-    learning_rate=1e-2,
+    learning_rate=5e-3,
     weight_decay=0.1,
     grad_clip=0.0,
     max_iters=1250,
@@ -63,17 +63,17 @@ train_reward_model = dict(
 train_grpo = dict(
     dataset="shakespeare_play",
     prompts_per_step=48,
-    max_steps=130,
+    max_steps=260,
     updates_per_step=3,
     optimizer="muon",
-    learning_rate=8e-3,
+    learning_rate=4e-3,
     lr_schedule="linear",
     reward_threshold=1.0,
-    eval_interval=43,
+    eval_interval=65,
 )
 
 # The controls, which the policy is compared with. First, the generator's recipe from new weights,
-# in about the seconds of generator, natural model, reward model and GRPO together.
+# in about the seconds of generator and GRPO together.
 control_plain = dict(
     dataset="shakespeare_play",
     init_from="scratch",
@@ -93,7 +93,42 @@ control_plain = dict(
     eval_interval=500,
 )
 
-# Second, GRPO of sampled tokens, in no more seconds than the policy: groups of 8 completions.
+# Second, the policy's target at prefixes of natural text, in no fewer seconds than GRPO.
+control_distil = dict(
+    dataset="shakespeare_play",
+    credit="exact",
+    prefixes="natural",
+    prompts_per_step=48,
+    max_steps=300,
+    updates_per_step=3,
+    optimizer="muon",
+    learning_rate=5e-3,
+    lr_schedule="linear",
+    eval_interval=75,
+)
+
+# Third, the natural model's text in place of its distribution: a model of the policy's size that
+# learns it for GRPO's seconds.
+control_natural = dict(
+    dataset="shakespeare_library",
+    init_from="scratch",
+    n_layer=3,
+    n_head=2,
+    n_embd=64,
+    block_size=80,
+    batch_size=26,
+    optimizer="muon",
+    learning_rate=1e-2,
+    weight_decay=0.1,
+    grad_clip=0.0,
+    max_iters=2500,
+    warmup_iters=3,
+    lr_schedule="cooldown",
+    eval_interval=625,
+    seed=1339,
+)
+
+# With a task, GRPO of sampled tokens: groups of 8 completions.
 control_sampled = dict(
     dataset="shakespeare_play",
     prompts_per_step=16,
@@ -103,20 +138,5 @@ control_sampled = dict(
     learning_rate=4e-3,
     lr_schedule="linear",
     reward_threshold=1.0,
-    eval_interval=50,
-)
-
-# Third, the natural model's distribution at prefixes of natural text (off-policy), in no more
-# seconds than the policy.
-control_distil = dict(
-    dataset="shakespeare_play",
-    credit="exact",
-    prefixes="natural",
-    prompts_per_step=48,
-    max_steps=150,
-    updates_per_step=3,
-    optimizer="muon",
-    learning_rate=8e-3,
-    lr_schedule="linear",
     eval_interval=50,
 )

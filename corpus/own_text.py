@@ -30,10 +30,8 @@ LONG_TEXT = 300_000  # tokens; a model does not memorise a longer text and needs
 LARGE_VOCABULARY = 1000  # ids; its models have half the steps, and GRPO half the prompts
 FEWER_PROMPTS = {  # half the default's
     "train_grpo": {"prompts_per_step": 24},
-    "control_sampled": {"prompts_per_step": 8},
     "control_distil": {"prompts_per_step": 24},
 }
-LARGER_SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "dropout": 0.1}
 # The number of byte pairs.
 FEWEST_LEARNED = 320  # tokens: the 256 bytes and 64 pairs
 MOST_LEARNED = 4096
@@ -45,6 +43,9 @@ DEFAULT_TOKENS = 80_000
 SHORT_TEXT = 50_000  # tokens
 BLOCK_SIZE = 80
 SHORT_BLOCK_SIZE = 48
+NATURAL_STEPS = 1250  # of a natural model that reads other texts
+ALONE_STEPS = 1800  # of one that reads the same text as the generator
+GRPO_STEPS = 1900  # steps of plain training in the seconds of GRPO
 
 
 def make_corpora(
@@ -119,21 +120,19 @@ def sizes_for(
 ) -> dict[str, dict[str, Any]]:
     """Return settings for a text of `num_tokens`, by section of the settings file OWN_TEXT.
 
-    has_natural: whether the natural model has read other texts. If not, it is larger than the
-    generator and learns longer, to know more of the same text. longest: the block size of an
-    existing natural model, which is not trained then.
+    has_natural: whether the natural model has read other texts. If not, it learns longer. longest:
+    the block size of an existing natural model, which is not trained then.
     """
     block_size = BLOCK_SIZE
     if num_tokens < SHORT_TEXT:
         block_size = SHORT_BLOCK_SIZE
     # The generator memorises a short text soon.
     scale = min(2.0, max(0.5, num_tokens / DEFAULT_TOKENS))
-    max_iters = {"train": 600 * scale, "natural_model": 1300}
-    # Plain training has the seconds of natural model, reward model and GRPO, and the generator's.
-    longer = 2700
+    max_iters = {"train": 600 * scale, "natural_model": NATURAL_STEPS, "control_natural": 2500}
     if not has_natural:
-        longer = 6000
-    max_iters["control_plain"] = longer + max_iters["train"]
+        max_iters["natural_model"] = ALONE_STEPS
+    # the seconds of generator and GRPO
+    max_iters["control_plain"] = GRPO_STEPS + max_iters["train"]
     if longest is not None:
         block_size = min(block_size, longest)
         del max_iters["natural_model"]
@@ -148,9 +147,9 @@ def sizes_for(
             "batch_size": 2048 // block_size,  # about the same number of tokens in every step
             "max_iters": round(steps * share),
         }
-    if not has_natural:
-        sizes["natural_model"].update(LARGER_SHAPE)
     if num_tokens > LONG_TEXT:
         sizes["train"]["dropout"] = 0.0
         sizes["control_plain"]["dropout"] = 0.0
+    elif not has_natural:
+        sizes["natural_model"]["dropout"] = 0.1
     return sizes

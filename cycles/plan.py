@@ -189,14 +189,19 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
             plain = add(train, "control_plain", cycle, file, dataset=corpus, **options)
             controls.append(plain)
         inputs["allow_unpredictive_reward"] = True  # as the policy has passed
-        learned = {
-            "control_sampled": {"credit": "token", **functions},
-            "control_distil": {"prefixes": "natural"},
-        }
-        for kind, differing in learned.items():
-            if kind in used and is_likelihood:
-                file = f"{kind}_v{after}.pt"
-                controls.append(add(train_grpo, kind, cycle, file, **inputs, **differing))
+        if "control_distil" in used and is_likelihood:
+            file = f"control_distil_v{after}.pt"
+            distil = {**inputs, "prefixes": "natural"}
+            controls.append(add(train_grpo, "control_distil", cycle, file, **distil))
+        if "control_sampled" in used and is_likelihood and task.reward_function:
+            file = f"control_sampled_v{after}.pt"
+            sampled = {**inputs, **functions, "credit": "token"}
+            controls.append(add(train_grpo, "control_sampled", cycle, file, **sampled))
+        if "control_natural" in used and natural_corpus != corpus:
+            if cycle == 1:
+                options = {"dataset": natural_corpus, "init_from": "scratch"}
+                same_size = add(train, "control_natural", 1, "control_natural_v2.pt", **options)
+            controls.append(same_size)
         if controls:
             measured["checkpoints"] = tuple(controls)
             add(evaluate, "controls", cycle, f"controls_v{after}.json", **measured)

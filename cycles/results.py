@@ -21,18 +21,20 @@ KINDS = {  # of models, by the kind of the stage that makes them
     "natural_model": "natural model",
     "policy": "policy",
     "control_plain": "plain training",
+    "control_distil": "distillation",
     "control_sampled": "GRPO, sampled tokens",
-    "control_distil": "off-policy distillation",
+    "control_natural": "same size, natural text",
 }
-# The losses that are compared, and the losses of the blocks of text, or of the samples.
-PAIRED = {"calibrated_loss": "blocks", "judge_loss": "judge_by_sample"}
+# The losses that are compared, and the losses of the blocks of text, or of the folds of samples.
+PAIRED = {"calibrated_loss": "blocks", "judge_loss": "judge_by_fold"}
 DIGITS = 3  # of differences
+STANDINGS = {"better": "worse", "worse": "better"}  # of a model, by the policy's verdict
 # The numbers of generator and policy: form and label. The last three that are measured are shown.
 NUMBERS = {
-    "judge_loss": (".2f", "judge's loss of its text at natural diversity, nats per character"),
+    "calibrated_loss": (".3f", "calibrated loss on unseen text, nats per character"),
     "unknown_words": (".1%", "unknown words in its text at natural diversity"),
     "fresh_p_natural": (".2f", "P(natural) of what it writes at temperature 1"),
-    "calibrated_loss": (".3f", "calibrated loss on unseen text, nats per character"),
+    "judge_loss": (".2f", "judge's loss of its text at natural diversity, nats per character"),
     "fresh_function_reward": (".3f", "task reward of its text at temperature 1"),
 }
 
@@ -62,6 +64,16 @@ class Model:
         if low > 0:
             return "worse"
         return "no difference shown"
+
+    def standing(self) -> str:
+        """Return what this model is beside the policy, by its text, or if that does not tell, by
+        its loss.
+        """
+        for name in ("judge_loss", "calibrated_loss"):
+            standing = STANDINGS.get(self.verdict(name))
+            if standing is not None:
+                return standing
+        return "as good, as far as is shown"
 
 
 class Results:
@@ -108,10 +120,6 @@ class Results:
         high: float = generator.figures.get("fresh_function_reward_high", math.inf)
         low: float = self.by_kind["policy"].figures.get("fresh_function_reward_low", math.nan)
         return high < low
-
-    def labels(self, name: str, verdict: str) -> list[str]:
-        """Return the models beside which the policy has this verdict of a loss."""
-        return [model.label for model in self.models if model.verdict(name) == verdict]
 
     def numbers(self) -> list[list[str]]:
         """Return up to three figures as text: the label, before GRPO, after it."""
@@ -178,10 +186,7 @@ def subtract(policy: Record, model: Record) -> dict[str, Any]:
         if name not in policy or name not in model:
             continue
         paired = torch.tensor(policy[losses]) - torch.tensor(model[losses])
-        error = 0.0
-        if name == "judge_loss":  # each model has the error of its own temperature
-            error = math.hypot(policy["judge_loss_error"], model["judge_loss_error"])
-        found = mean_figures(name, paired, error)
+        found = mean_figures(name, paired)
         found[name] = policy[name] - model[name]
         for part, value in found.items():
             if value is not None:

@@ -1,24 +1,16 @@
-"""What a run shows, in words: how far it is, what GRPO changed, and what it did not improve.
+"""What a run shows, in words: how far it is, what GRPO changed, and what the policy is for.
 
 python run_cycles.py --text my_novel.txt --natural_text other_novels/
 """
 
 from cycles.results import Results
 
-SHORTCOMINGS = (
-    ("The policy's text is worse than that of", "judge_loss", "worse"),
-    ("The policy's loss is higher than that of", "calibrated_loss", "worse"),
-    (
-        "The policy's text is not shown to be better than that of",
-        "judge_loss",
-        "no difference shown",
-    ),
-)
+RIVALS = ("control_plain", "control_distil")  # which need no more than GRPO does
 
 
 def headline(results: Results) -> list[str]:
     """Return the lines that end a run in the terminal; the page begins with the same."""
-    lines = [status(results), sentence(results), shortcomings(results)]
+    lines = [status(results), sentence(results), purpose(results)]
     if results.cycle:
         lines += [f"{label}: {before} -> {after}" for label, before, after in results.numbers()]
     return [line for line in lines if line]
@@ -45,16 +37,20 @@ def sentence(results: Results) -> str:
     return f"No gain in {what} is shown."
 
 
-def shortcomings(results: Results) -> str:
-    """Return what the policy is worse than, or not shown to be better than, or "".
+def purpose(results: Results) -> str:
+    """Return whether to keep the policy or, of what needs no more than GRPO does, another model.
 
-    With a task, its reward decides.
+    With a task, its reward decides, and nothing is said.
     """
-    if results.task:
+    if results.task or not results.cycle:
         return ""
-    lines = []
-    for words, name, verdict in SHORTCOMINGS:
-        labels = results.labels(name, verdict)
-        if labels:
-            lines.append(f"{words}: {'; '.join(labels)}.")
-    return " ".join(lines)
+    rivals = []
+    for kind, model in results.by_kind.items():
+        if kind in RIVALS and model.standing() != "worse":
+            rivals.append(model)
+    if rivals:
+        best = min(rivals, key=lambda model: model.figures.get("judge_loss", 0.0))
+        return f"Use {best.label} instead: it is {best.standing()}."
+    if results.has_gained():
+        return "Keep the policy if the natural model is too large, and its text not at hand."
+    return ""

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from common.device import autocast
 from common.intervals import mean_figures
 from data_loader import Corpus, validation_part
-from grpo.rollouts import complete_prompts
+from grpo.exact import exact_divergence
+from grpo.rollouts import Rollouts, complete_prompts, sample
 from grpo.sampled import kl_estimate, sequence_rewards
-from lm.losses import measure_loss
+from lm.losses import mean_over_mask, measure_loss
 from lm.prompts import Prompts, draw_prompts
 from reward.scorer import RewardScorer
 
@@ -19,16 +21,34 @@ EVAL_PROMPTS = 64
 EVAL_SAMPLES = 2  # completions of each prompt
 
 
-def evaluate_policy(policy: Any, scorer: RewardScorer, corpus: Corpus, seed: int) -> dict[str, Any]:
+def evaluate_policy(
+    policy: Any, scorer: RewardScorer, corpus: Corpus, seed: int, prefixes: str
+) -> dict[str, Any]:
     """Return the figures that docs/reference.md defines, on the select part: natural loss and fresh
-    completions of the same prompts each time.
+    completions of the same prompts each time, and with natural prefixes the divergence there.
     """
     length = policy.config.block_size
     tokens = validation_part(corpus.val, length, "select")
     figures = measure_loss("select_loss", policy, corpus)
     prompts = draw_prompts(tokens, length, EVAL_PROMPTS, EVAL_SAMPLES, seed, "eval", "select")
     figures.update(measure_completions(policy, scorer, prompts))
+    if prefixes == "natural":
+        rollouts = sample(policy, tokens, prefixes, EVAL_PROMPTS, 1, seed, 0)
+        figures["kl_natural_prefixes"] = natural_divergence(policy, scorer, rollouts)
     return figures
+
+
+@torch.no_grad()
+def natural_divergence(policy: Any, scorer: RewardScorer, rollouts: Rollouts) -> float:
+    """Return the mean of KL(pi || m) in nats a token at the prefixes of natural rows."""
+    ids, mask, _ = rollouts
+    scores = scorer(ids, mask, keep_hidden=True)
+    with autocast(ids.device):
+        hidden = policy.trunk(ids[:, :-1])[mask]  # (W, C)
+        divergence, _ = exact_divergence(
+            policy, scorer.reward_model, hidden, ids, mask, list(scores.hidden.values())
+        )  # (R, N - 1)
+    return mean_over_mask(divergence, mask).mean().item()
 
 
 @torch.no_grad()

@@ -12,6 +12,9 @@ LARGEST_WINDOW = 10  # steps
 # A plateau: the objective has not risen by PLATEAU_MIN_DELTA in PLATEAU_WINDOWS windows of steps.
 PLATEAU_WINDOWS = 5
 PLATEAU_MIN_DELTA = 0.001  # nats per character, or the unit of a reward that is not in nats
+# Exact credit with a schedule that decays has no plateau and no cap on the KL: it stops where a
+# window's mean loss is above the first one's by MAX_RISE.
+MAX_RISE = 0.1  # nats per character
 # Stop above these values, in nats per character, so that they suit tokens of any length. A natural
 # model that knows much more than the start is itself 0.5 away from it, and good runs pass that.
 CAPS = {
@@ -38,9 +41,11 @@ class Stops(SavedAttributes):
         characters_per_token: float,
         has_function: bool,
         is_in_nats: bool,
+        follows_schedule: bool = False,
     ) -> None:
         """reward_threshold: for the mean P(natural) of a window. has_function: a function of the
         user's may ask for text that is not natural. is_in_nats: the objective is evidence.
+        follows_schedule: exact credit alone, with a learning rate that decays.
         """
         # Steps of a window: a tenth of all, at most 10
         self.window = max(1, min(LARGEST_WINDOW, num_steps // 10))
@@ -49,6 +54,7 @@ class Stops(SavedAttributes):
         self.characters_per_token = characters_per_token
         self.update_cap = UPDATE_CAP * characters_per_token  # nats per token
         self.has_function = has_function
+        self.follows_schedule = follows_schedule
         self.min_delta = PLATEAU_MIN_DELTA
         if is_in_nats:
             self.min_delta = PLATEAU_MIN_DELTA * characters_per_token
@@ -60,16 +66,18 @@ class Stops(SavedAttributes):
     def update(self, figures: Mapping[str, Any]) -> None:
         """Record the figures of a step, or of an evaluation; the first one is of the start.
 
-        Natural text has no reward and no objective.
+        Natural text has no reward; its objective is the loss.
         """
-        if "objective" in figures:
-            self.objectives.append(figures["objective"])
+        if "loss" in figures:
+            self.objectives.append(figures.get("objective", -figures["loss"]))
         if "reward" in figures and not self.has_function:
             self.rewards.append(figures["reward"])
         loss = figures.get("select_loss", self.start_loss)
         if math.isnan(self.start_loss):
             self.start_loss = loss
         checked = dict(figures)
+        if self.follows_schedule:
+            checked = {}
         if not self.has_function:
             checked["loss_rise"] = loss - self.start_loss
         for name, cap in CAPS.items():
@@ -87,6 +95,12 @@ class Stops(SavedAttributes):
         last = self.rewards[-self.window :]
         if len(last) == self.window and np.mean(last) >= self.reward_threshold:
             return f"reward threshold: {np.mean(last):.3f} >= {self.reward_threshold}"
+        if self.follows_schedule:
+            fall = sum(self.objectives[: self.window]) - sum(self.objectives[-self.window :])
+            rise = fall / self.window / self.characters_per_token  # of the loss
+            if rise <= MAX_RISE:
+                return ""
+            return f"the loss rose by {rise:.2f} nats a character: lower --learning_rate"
         losses = []  # per complete window
         for end in range(self.window, len(self.objectives) + 1, self.window):
             losses.append(-float(np.mean(self.objectives[end - self.window : end])))
@@ -99,10 +113,13 @@ def selection_value(figures: Mapping[str, Any], num_steps: int) -> float:
     """Return the value of a policy evaluated after so many steps; that of the lowest is kept.
 
     With a reward function the last one has the lowest. With a likelihood head it is the KL to its
-    mixture. Otherwise it is the distance of P(natural) from that of natural text.
+    mixture, at the prefixes that are learned. Otherwise it is the distance of P(natural) from that
+    of natural text.
     """
     if "fresh_function_reward" in figures:
         return -num_steps
+    if "kl_natural_prefixes" in figures:
+        return figures["kl_natural_prefixes"]
     if "kl_mixture" in figures:
         return figures["kl_mixture"]
     return abs(figures["fresh_reward"] - figures["natural_reward"])

@@ -7,10 +7,11 @@ models are compared where their diversity is that of natural text (Caccia et al.
 GANs falling short", arXiv 1811.02549). Shapes: R rows of N tokens.
 """
 
+import itertools
 import math
+import time
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from common.device import float64
-from common.intervals import confidence_interval, mean_figures
+from common.intervals import mean_figures
 from lm.completions import Completer
 from lm.prompts import Prompts, spread_prompts
 from metrics.judge import Judge
@@ -30,9 +31,11 @@ SEED = 42  # of samples
 SWEEP_SAMPLES = 128  # at each temperature, to choose one
 PROMPT_SHARE = 1 / 8  # of a row; the model writes the rest
 # How many pairs of words are compared, as a share of those in the natural text. Generated text may
-# have fewer pairs, and the jackknife leaves out an eighth of it.
+# have fewer pairs, and the jackknife leaves out a twelfth of it.
 PAIRS_SHARE = 0.75
-NUM_FOLDS = 8  # of the sweep's samples, for the error of the temperature
+NEAR = (0.9, 1.0, 1.1)  # times the temperature of natural diversity
+MIN_SPREAD = 1e-3  # of the shares of distinct pairs; less shows no slope
+NUM_FOLDS = 12  # of the prompts, for intervals
 
 
 class DistinctPairs:
@@ -58,7 +61,7 @@ class DistinctPairs:
             units = words_of(text)
             if not self.has_words:
                 units = list("".join(text.split()))
-            pairs += pairwise(units[1:-1])
+            pairs += itertools.pairwise(units[1:-1])
         return pairs
 
     def __call__(self, texts: Sequence[str]) -> float:
@@ -170,60 +173,76 @@ class TextQuality:
         return self.measure(prompts.complete(completer, temperature).ids.squeeze(1).cpu())
 
     def of_model(self, completer: Completer) -> dict[str, Any]:
-        """Return the figures of a model at the temperature of natural diversity.
+        """Return the figures of a model at natural diversity, which docs/reference.md defines.
 
-        docs/reference.md defines them. Intervals are over samples, and have the error of the
-        temperature too. The share of distinct pairs has none: it decides the temperature.
+        The sweep finds the temperature of natural diversity. Other samples, near this temperature,
+        give the curve of a figure against diversity. Intervals are by a jackknife over folds of the
+        prompts (Efron and Stein 1981, "The jackknife estimate of variance"): `judge_by_fold` has
+        its pseudo-values, which are paired between models.
         """
-        swept = []
         sweep = []
+        seconds = []
         for temperature in TEMPERATURES:
-            samples = self.write(self.sweep, completer, temperature)
-            swept.append(samples.texts)
-            sweep.append({"temperature": temperature, **self.figures(samples)})
+            began = time.perf_counter()
+            ids = self.sweep.complete(completer, temperature).ids.squeeze(1).cpu()  # (R, N)
+            seconds.append(time.perf_counter() - began)
+            sweep.append({"temperature": temperature, **self.figures(self.measure(ids))})
         diversity = [point["distinct_pairs"] for point in sweep]
         target = self.natural["distinct_pairs"]
         temperature = temperature_at(target, diversity)
-        temperature_error = self.temperature_error(swept, target)
-        errors = {}
-        for name in ("judge_loss", "unknown_words"):
-            values = np.array([point[name] for point in sweep], float)  # NaN without words
-            slope = np.interp(temperature, TEMPERATURES, np.gradient(values, TEMPERATURES))
-            errors[name] = abs(float(slope * temperature_error))
 
-        samples = self.write(self.report, completer, temperature)
-        losses = torch.from_numpy(samples.losses)
-        low, high = confidence_interval(samples.counts, share_of_unknown, errors["unknown_words"])
+        near = [self.write(self.report, completer, factor * temperature) for factor in NEAR]
+        whole = self.at_natural_diversity(near)
+        num_folds = min(NUM_FOLDS, len(near[0].texts))
+        by_fold = []
+        for fold in range(num_folds):
+            others = self.at_natural_diversity([without_fold(samples, fold) for samples in near])
+            by_fold.append(num_folds * whole - (num_folds - 1) * others)
+        judge_by_fold, unknown_by_fold = torch.from_numpy(np.array(by_fold)).T
+        unknown_words: dict[str, float | None] = {"unknown_words": None}
+        if unknown_by_fold.isfinite().all():  # there are words
+            unknown_words = mean_figures("unknown_words", unknown_by_fold)
         return {
             "temperature": temperature,
             "is_reached": 0 < target < 1 and diversity[0] < target < max(diversity),
-            **self.figures(samples),
-            **mean_figures("judge_loss", losses, errors["judge_loss"]),
-            "judge_loss_error": errors["judge_loss"],
+            **mean_figures("judge_loss", judge_by_fold),
+            **unknown_words,
             "judge_text": self.judge_text,
-            "unknown_words_low": low,
-            "unknown_words_high": high,
-            "judge_by_sample": samples.losses.tolist(),
+            "judge_by_fold": judge_by_fold.tolist(),
+            "tokens_per_second": round(ids[:, self.prompt_length :].numel() / np.median(seconds)),
             "sweep": sweep,
             "natural": self.natural,
         }
 
-    def temperature_error(self, swept: Sequence[list[str]], target: float) -> float:
-        """Return the standard error of the temperature by a jackknife over folds of the samples.
+    def at_natural_diversity(self, near: Sequence[Samples]) -> np.ndarray:
+        """Return judge_loss and unknown_words (2,), NaN without words, where diversity is natural.
 
-        swept: the texts of each temperature. A fold is every NUM_FOLDS-th of them. The jackknife
-        tends to be too large (Efron and Stein 1981, "The jackknife estimate of variance"): for the
-        default's models by a tenth to a half.
+        near: samples at the temperatures of NEAR. The curve through them is a straight line: its
+        mean over a band around natural diversity is its value there. A judge's loss below that of
+        natural text counts as this, as such text is more predictable and no better.
         """
-        temperatures = []
-        for fold in range(NUM_FOLDS):
-            diversity = []
-            for texts in swept:
-                kept = texts.copy()
-                del kept[fold::NUM_FOLDS]
-                diversity.append(self.distinct_pairs(kept))
-            temperatures.append(temperature_at(target, diversity))
-        return float(np.std(temperatures) * np.sqrt(NUM_FOLDS - 1))
+        points = [self.figures(samples) for samples in near]
+        pairs = [point["distinct_pairs"] for point in points]
+        found = []
+        for name in ("judge_loss", "unknown_words"):
+            values = np.array([point[name] for point in points], float)
+            found.append(line_at(self.natural["distinct_pairs"], pairs, values))
+        found[0] = max(found[0], self.natural["judge_loss"])
+        return np.array(found)
+
+
+def without_fold(samples: Samples, fold: int) -> Samples:
+    """Return samples without those of a fold, which is every NUM_FOLDS-th."""
+    kept = np.arange(len(samples.texts)) % NUM_FOLDS != fold
+    texts = list(itertools.compress(samples.texts, kept))
+    return Samples(texts, samples.losses[kept], samples.counts[kept])
+
+
+def line_at(x: float, places: Sequence[float], values: np.ndarray) -> float:
+    """Return the value at x of the straight line through points, by least squares."""
+    if np.ptp(places) < MIN_SPREAD:
+        return float(values.mean())
+    return float(np.polyval(np.polyfit(places, values, 1), x))
 
 
 def share_of_unknown(counts: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def load_functions(
     )
     require(
         len(weights) == len(names),
-        f"function_weight={weights}: {len(names)} numbers are needed, one for each reward function",
+        f"function_weight={weights}: give {len(names)}, one for each reward function",
     )
     pairs = zip(names, weights, strict=True)
     return tuple(RewardFunction(name, decode, weight) for name, weight in pairs)

@@ -113,11 +113,12 @@ def test_sizes_follow_the_length():
     short = sizes_for(30_000, 90, True)
     long = sizes_for(2_000_000, 4096, False)
     assert short["train"] == {"block_size": 48, "batch_size": 42, "max_iters": 300}
-    assert short["natural_model"]["max_iters"] == 1300
+    assert short["natural_model"]["max_iters"] == 1250
     assert sizes_for(80_000, 320, True)["train"]["max_iters"] == 600
-    expected = {"block_size": 80, "batch_size": 25, "max_iters": 3600, "dropout": 0.0}
+    expected = {"block_size": 80, "batch_size": 25, "max_iters": 1550, "dropout": 0.0}
     assert long["control_plain"] == expected
-    assert long["natural_model"]["max_iters"] == 650 and long["natural_model"]["n_layer"] == 4
+    assert long["natural_model"] == {"block_size": 80, "batch_size": 25, "max_iters": 900}
+    assert sizes_for(80_000, 320, False)["natural_model"]["dropout"] == 0.1
     assert "train_grpo" not in short and long["train_grpo"] == {"prompts_per_step": 24}
     given = sizes_for(80_000, 320, True, longest=70)
     assert "natural_model" not in given and given["train"]["block_size"] == 70

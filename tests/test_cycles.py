@@ -21,7 +21,7 @@ from cycles.ledger import Ledger
 from cycles.page import make_page, write_page
 from cycles.picture import draw_picture
 from cycles.results import Results
-from cycles.summary import headline, sentence, shortcomings
+from cycles.summary import headline, purpose, sentence
 from reading.page import read_tokens
 from tokenization_manager import TokenizationManager
 
@@ -40,6 +40,7 @@ def evaluated(
     judged = None
     if judge is not None:
         judged = (judge + waves).tolist()
+    size = 800_000 if reward == 0.9 else 200_000
     quality = {
         "temperature": 1.5 - reward,
         "is_reached": True,
@@ -47,8 +48,7 @@ def evaluated(
         "judge_loss": judge,
         "judge_loss_low": 1.5,
         "judge_loss_high": 2.75,
-        "judge_loss_error": 0.001,
-        "judge_by_sample": judged,
+        "judge_by_fold": judged,
         "unknown_words": unknown,
         "unknown_words_low": unknown and unknown - 0.01,
         "unknown_words_high": unknown and unknown + 0.01,
@@ -58,6 +58,8 @@ def evaluated(
     }
     return {
         "characters_per_token": CHARACTERS,
+        "parameters": size,
+        "tokens_per_second": 4_000_000_000 // size,
         "calibrated_loss": CHARACTERS * loss,
         "calibrated_loss_low": CHARACTERS * 1.5,
         "calibrated_loss_high": CHARACTERS * 2.25,
@@ -76,8 +78,8 @@ MODELS = {
 }
 CONTROLS = {
     "control_plain_v2": evaluated(2.447, 0.206, 1.92, 0.27),
-    "control_sampled_v2": evaluated(1.95, 0.151, 1.796, 0.58, -0.02),
     "control_distil_v2": evaluated(1.885, 0.133, 1.79, 0.62),
+    "control_natural_v2": evaluated(1.95, 0.151, 1.796, 0.58, -0.02),
 }
 UNIT = {"characters_per_token": CHARACTERS}
 GENERATOR = {"select_loss": 2.0 * CHARACTERS, **UNIT}
@@ -88,14 +90,14 @@ STAGES = {  # kind, cycle, figures
     "base_model_v2": ("policy", 1, {"steps": 1}),
     "evaluation_v2": ("evaluation", 1, MODELS),
     "control_plain_v2": ("control_plain", 1, {}),
-    "control_sampled_v2": ("control_sampled", 1, {}),
     "control_distil_v2": ("control_distil", 1, {}),
+    "control_natural_v2": ("control_natural", 1, {}),
     "controls_v2": ("controls", 1, CONTROLS),
 }
 
 
 LEARNING = ["base_model_v1", "natural_model_v1", "reward_model_v1"]
-NEEDED = dict.fromkeys(("base_model_v2", "control_sampled_v2", "control_distil_v2"), LEARNING)
+NEEDED = dict.fromkeys(("base_model_v2", "control_distil_v2"), LEARNING)
 
 
 def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
@@ -172,12 +174,12 @@ def test_headline():
     assert headline(results_of())[2:] == [
         "unknown words in its text at natural diversity (natural text: 4.6%): 21.2% -> 14.1%",
         "P(natural) of what it writes at temperature 1 (natural text: 0.93): 0.25 -> 0.61",
-        "calibrated loss on unseen text, nats per character: 1.928 -> 1.769",
+        "judge's loss of its text at natural diversity, nats per character (natural text: 1.81): "
+        "2.49 -> 1.94",
     ]
     unspaced = {**MODELS, "base_model_v2": evaluated(1.9, None, 1.9, 0.5)}
     lines = headline(results_of(evaluation_v2=unspaced))
-    assert lines[2].endswith("nats per character (natural text: 1.81): 2.49 -> 1.90")
-    assert len(lines) == 5
+    assert lines[2] == "calibrated loss on unseen text, nats per character: 1.928 -> 1.900"
 
 
 def test_figures_are_in_final_units():
@@ -192,21 +194,20 @@ def test_figures_are_in_final_units():
     assert results.natural["fresh_p_natural"] == 0.93
 
 
-def test_models_that_the_policy_is_not_better_than_are_named(tmp_path):
-    """Worse ones first."""
-    chance = "The policy's text is not shown to be better than that of: "
-    assert shortcomings(results_of()) == (
-        "The policy's text is worse than that of: natural model; off-policy distillation. The "
-        "policy's loss is higher than that of: natural model. "
-        f"{chance}GRPO, sampled tokens."
-    )
-    models = {**MODELS, "base_model_v2": evaluated(2.48, 0.2, 1.769, 0.6, 0.1)}
-    ledger = make_ledger(tmp_path, evaluation_v2=models, reward_model_v1=None)
-    found = shortcomings(Results(ledger))
-    assert f"{chance}generator; plain training" in found
-    assert found.replace("'", "&#39;") in make_page(ledger)
-    controls = {**CONTROLS, "control_plain_v2": evaluated(1.9, 0.206, 1.92, 0.27)}
-    assert "natural model; plain training; " in shortcomings(results_of(controls_v2=controls))
+def test_what_the_policy_is_for(tmp_path):
+    """A control that needs no more and is not worse is named, the better one of two."""
+    page = make_page(make_ledger(tmp_path))
+    assert purpose(results_of()) == "Use distillation instead: it is better."
+    assert "Use distillation instead: it is better." in page
+    assert "The natural model is better,\n4.0 times the size and\n4.0 times slower." in page
+    assert "the natural text, is as good, as far as is shown." in page
+    worse = {name: evaluated(2.3, 0.2, 1.9, 0.3) for name in CONTROLS}
+    assert purpose(results_of(controls_v2=worse)).startswith("Keep the policy if the natural mod")
+    equal = {**worse, "control_plain_v2": evaluated(1.95, 0.2, 1.77, 0.3, -0.05)}
+    found = purpose(results_of(controls_v2=equal))
+    assert found == "Use plain training instead: it is as good, as far as is shown."
+    nothing = {**MODELS, "base_model_v2": evaluated(2.6, 0.2, 1.95, 0.6)}
+    assert purpose(results_of(evaluation_v2=nothing, controls_v2=None)) == ""
 
 
 def rewarded(reward: float) -> dict:
@@ -233,7 +234,8 @@ def test_a_task(tmp_path, reward, learned):
     assert headline(results) == [
         *sentences,
         "P(natural) of what it writes at temperature 1 (natural text: 0.93): 0.25 -> 0.61",
-        "calibrated loss on unseen text, nats per character: 1.928 -> 1.769",
+        "judge's loss of its text at natural diversity, nats per character (natural text: 1.81): "
+        "2.49 -> 1.94",
         f"task reward of its text at temperature 1 (natural text: 0.500): 0.250 -> {reward:.3f}",
     ]
     rows = rows_of(ledger)
@@ -251,25 +253,27 @@ def rows_of(ledger: Ledger) -> dict[str, list[str]]:
 
 def test_table():
     rows = rows_of(make_ledger())
-    assert rows["natural text"] == ["1.811", "-", "4.6%", "-", "-", "0.930", "-"]
-    assert rows["GRPO, sampled tokens"] == [
+    assert rows["natural text"] == ["1.811", "-", "4.6%", "-", "-", "0.930", "-", "-", "-"]
+    assert rows["same size, natural text"] == [
         "1.950 (1.500 to 2.750)",
         "no difference shown: -0.008 (-0.035 to +0.019)",
         "15.1% (14.1% to 16.1%)",
         "1.796 (1.500 to 2.250)",
         "no difference shown: -0.027 (-0.054 to +0.000)",  # the verdict is of the printed digits
         "0.580",
-        "20",
+        "200,000",
+        "20,000",
+        "5",
     ]
     assert rows["policy"][1] == "-"
-    assert rows["off-policy distillation"][1].startswith("worse: +0.057 (")
+    assert rows["distillation"][1].startswith("worse: +0.057 (")
     assert rows["generator"][1] == "better: -0.551 (-0.558 to -0.544)"
-    assert [row[-1] for row in rows.values()] == ["5", "5", "20", "5", "20", "20", "-"]
+    assert [row[-1] for row in rows.values()] == ["5", "5", "20", "5", "20", "5", "-"]
 
 
 def test_table_of_an_unfinished_run():
     """It has what is measured. Seconds of a model that is not of the run are unknown."""
-    rows = rows_of(make_ledger(control_sampled_v2=None, controls_v2=None))
+    rows = rows_of(make_ledger(control_natural_v2=None, controls_v2=None))
     assert list(rows) == ["generator", "natural model", "policy", "natural text"]
     models = {**MODELS, "natural_model": MODELS["natural_model_v1"]}  # the user's own
     del models["natural_model_v1"]

@@ -53,10 +53,12 @@ def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
     completed = Mock(side_effect=evaluation.complete_prompts)
     monkeypatch.setattr(evaluation, "complete_prompts", completed)
     figures = {
-        name: evaluation.evaluate_policy(model, scorer, opened, 7)
+        name: evaluation.evaluate_policy(model, scorer, opened, 7, "natural")
         for name, model in (("best", best), ("reference", reference))
     }
     assert figures["best"]["kl_mixture"] == pytest.approx(0, abs=1e-5)
+    assert figures["best"]["kl_natural_prefixes"] == pytest.approx(0, abs=1e-5)
+    assert figures["reference"]["kl_natural_prefixes"] > 0.1
     assert figures["reference"]["kl_mixture_low"] > 0.1
     # what a model writes counts without its prompts, which are natural
     assert figures["reference"]["fresh_p_natural"] < figures["reference"]["fresh_reward"] - 0.1
@@ -82,7 +84,8 @@ def stops_after(
     stops.update({"select_loss": 2.0})
     for reward in rewards:
         kl_start = figures.get("kl_start", 0.0)
-        stops.update({"reward": reward, "objective": reward, "kl_start": kl_start})
+        step = {"reward": reward, "objective": reward, "loss": 0.0, "kl_start": kl_start}
+        stops.update(step)
     if figures:
         stops.update({"select_loss": 2.0, **figures})
     return stops
@@ -97,6 +100,19 @@ def test_a_plateau_ends_the_run_after_five_windows_without_a_rise():
     assert stops_after(rising).reason() == ""
     reason = stops_after(rising, characters_per_token=2.5).reason()
     assert reason == "plateau: the objective did not rise in 20 steps"
+
+
+def test_a_schedule_ends_the_run_unless_the_loss_rises():
+    """By 0.1 nats a character from the first window on; neither a plateau nor a KL ends it."""
+    for rise, length, said in ((0.09, 1.0, ""), (0.11, 1.0, "rose by 0.11"), (0.2, 2.5, "")):
+        stops = Stops(40, 1.0, length, False, True, follows_schedule=True)
+        stops.update({"select_loss": 2.0})
+        for step in range(40):
+            stops.update({"loss": 1.0 + rise * (step >= 36), "kl_start": 9.0, "kl_now": 9.0})
+        assert said in stops.reason() and bool(said) == bool(stops.reason())
+    assert not stops.broken_cap
+    stops.update({"select_loss": 2.8})
+    assert stops.broken_cap.startswith("cap: loss_rise 0.320 > 0.3 nats a character")
 
 
 def test_a_threshold_is_for_a_window_and_not_for_functions():
@@ -131,7 +147,9 @@ def test_with_a_function_the_loss_may_rise_but_not_the_kl():
     assert re.match("cap: kl_now .* a reward_function its weight, or raise beta$", stops.reason())
 
 
-@pytest.mark.parametrize(("more", "kept"), [("kl_mixture", 20), ("", 30), ("function", 40)])
+@pytest.mark.parametrize(
+    ("more", "kept"), [("kl_mixture", 20), ("kl_natural_prefixes", 20), ("", 30), ("function", 40)]
+)
 def test_the_best_policy_by_what_the_reward_asks_for(more, kept):
     """The start is a candidate, and of equals the first is kept. With a function it is the last."""
     looks = [(0, 0.09, 0.3, 2.0), (10, 0.05, 0.4, 1.9), (20, 0.04, 0.5, 1.9), (30, 0.04, 0.58, 2.1)]
@@ -139,8 +157,10 @@ def test_the_best_policy_by_what_the_reward_asks_for(more, kept):
     best = Best()
     for step, mixture, fresh, loss in looks:
         figures = {"fresh_reward": fresh, "natural_reward": 0.6, "select_loss": loss}
+        if more == "kl_natural_prefixes":
+            figures["kl_mixture"] = -step
         if more:
-            figures["kl_mixture"] = mixture
+            figures["kl_mixture" if more == "function" else more] = mixture
         if more == "function":
             figures["fresh_function_reward"] = 0.5
         best.update(selection_value(figures, step), step, [("w", torch.tensor(step))], figures)

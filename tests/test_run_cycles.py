@@ -43,7 +43,7 @@ NAMES = [
     "reward_model_v1",
     "base_model_v2",
 ]
-CONTROL_NAMES = ["control_plain_v2", "control_sampled_v2", "control_distil_v2"]
+CONTROL_NAMES = ["control_plain_v2", "control_distil_v2"]
 NAMES += ["evaluation_v2", *CONTROL_NAMES, "controls_v2", "reward_model_v1.reader"]
 
 
@@ -109,15 +109,15 @@ def test_artefacts_and_ledger(unbroken, corpus):
     found = records["evaluation_v2"]["figures"]
     assert list(found) == ["base_model_v1", "base_model_v2", "natural_model_v1"]
     assert list(records["controls_v2"]["figures"]) == CONTROL_NAMES
-    assert settings["control_sampled_v2"]["credit"] == "token"
+    assert settings["control_distil_v2"]["prefixes"] == "natural"
     assert found["base_model_v1"]["kl_now"] < 1e-9 < found["base_model_v2"]["kl_now"]
     page = (out / "report.html").read_text()
-    lines = printed.splitlines()[-5:]
-    assert lines[0] == "No gain in the model's text is shown."
-    assert f"<h1>{lines[0]}</h1>" in html.unescape(page)
-    assert f"-> {found['base_model_v2']['fresh_p_natural']:.2f}" in lines[1]
-    assert lines[3:] == [f"Ledger: {out}/cycles.json", f"Page: {out}/report.html"]
-    heading = "##### 11 of 11, reward_model_v1.reader: detect"
+    lines = printed.partition("No gain in the model's text is shown.\n")[2].splitlines()
+    assert "<h1>No gain in the model's text is shown.</h1>" in html.unescape(page)
+    assert " times the size and" in page and lines[0] in page
+    assert f"-> {found['base_model_v2']['fresh_p_natural']:.2f}" in lines[-3]
+    assert lines[-2:] == [f"Ledger: {out}/cycles.json", f"Page: {out}/report.html"]
+    heading = "##### 10 of 10, reward_model_v1.reader: detect"
     assert f"{heading}; page so far: {out}/report.html" in printed
 
 
@@ -169,7 +169,7 @@ def test_a_run_that_is_made_again_shows_no_figures_of_the_one_before(copy, corpu
     for _ in range(2):
         assert loop(config, corpus, out).status == 130
         page = (out / "report.html").read_text()
-        assert "Run unfinished: 1 of 11 stages are finished." in page
+        assert "Run unfinished: 1 of 10 stages are finished." in page
         assert "The policy is not measured yet." in page
         assert 'class="number"' not in page and "<td>policy" not in page
     assert "seconds" not in Ledger(out).records["natural_model_v1"]
@@ -259,7 +259,7 @@ CYCLE = ["reward_data", "reward_model", "policy"]
 
 def test_plan_of_two_cycles(tmp_path):
     stages = plan(tmp_path, num_cycles=2)
-    controls = ["control_plain", "control_sampled", "control_distil"]
+    controls = ["control_plain", "control_distil"]
     assert kinds(stages) == ["base", "natural_model", *CYCLE, *controls, *CYCLE, *controls]
     settings = {stage.name: stage.settings for stage in stages}
     assert settings["control_plain_v2"].init_from == f"{tmp_path}/out/base_model_v1.pt"
@@ -267,7 +267,7 @@ def test_plan_of_two_cycles(tmp_path):
     needed = {stage.name: stage.needs for stage in stages}
     assert needed["control_plain_v3"] == ["base_model_v1", "control_plain_v2"]
     assert needed["base_model_v2"] == sorted(NAMES[:4])
-    assert {*needed["base_model_v2"], "base_model_v2"} < {*needed["control_sampled_v3"]}
+    assert {*needed["base_model_v2"], "base_model_v2"} < {*needed["control_distil_v3"]}
     assert settings["base_model_v3"].base_model_path == f"{tmp_path}/out/base_model_v2.pt"
     compared = [Path(path).stem for path in settings["evaluation_v3"].checkpoints]
     models = [f"base_model_v{version}" for version in (1, 2, 3)]
@@ -319,6 +319,14 @@ def test_the_natural_model(tmp_path):
     assert settings["natural_model"].dataset == "data/library"
     assert settings["natural_model"].init_from == "scratch"
     assert settings["base"].dataset == settings["policy"].dataset == "data/shakespeare_char"
+    text = CONFIG + "control_natural = dict()"
+    for cycles, expected in ((1, ["control_natural_v2"]), (2, 2 * ["control_natural_v2"])):
+        stages = plan(tmp_path, text, natural_dataset="library", num_cycles=cycles)
+        (control,) = [stage for stage in stages if stage.kind == "control_natural"]
+        assert control.settings.dataset == "data/library" and control.needs == []
+        compared = [stage.settings.checkpoints for stage in stages if stage.kind == "controls"]
+        assert [Path(path).stem for (path,) in compared] == expected
+    assert "control_natural" not in kinds(plan(tmp_path, text))
     assert kinds(plan(tmp_path, CONFIG.replace("likelihood", "last"))) == ["base", *CYCLE]
     stages = plan(tmp_path, CONFIG, natural_model="mine.pt")
     assert kinds(stages) == ["base", *CYCLE]

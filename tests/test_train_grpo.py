@@ -146,7 +146,7 @@ def test_options_that_do_not_go_together_are_refused(good, line):
     ("options", "error"),
     [
         ("a.py:f b.py:f", "f f: names must differ"),
-        ("a.py:f b.py:g --function_weight 1", "function_weight=(1.0,): 2 numbers"),
+        ("a.py:f b.py:g --function_weight 1", "function_weight=(1.0,): give 2, one"),
     ],
 )
 def test_functions_have_names_and_weights_of_their_own(good, options, error):
