@@ -216,7 +216,8 @@ def test_two_processes_have_the_gradient_of_one(exported, tmp_path, variables):
     replay(*exported, str(one))
     script = tmp_path / "replay.py"
     script.write_text(
-        "import sys\nfrom test_interop_crossover import replay\nreplay(*sys.argv[1:])\n"
+        "import sys\nimport torch\nfrom test_interop_crossover import replay\n"
+        "replay(*sys.argv[1:])\ntorch.distributed.destroy_process_group()\n"
     )
     launch = "-m torch.distributed.run --standalone --nproc_per_node=2"
     command = [sys.executable, *launch.split(), script, *exported, two]
