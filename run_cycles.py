@@ -226,7 +226,7 @@ def default_folder(sources: Sequence[str]) -> str:
     sources.
     """
     folder = Path("out", Path(sources[0]).stem)
-    earlier = Ledger(folder).about.get("sources", sources)
+    earlier = list(map(os.path.abspath, Ledger(folder).about.get("sources", sources)))
     require(
         earlier == sources,
         f"{folder} holds a run of {', '.join(earlier)}, and this one is of "

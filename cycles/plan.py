@@ -191,16 +191,23 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
         inputs["allow_unpredictive_reward"] = True  # as the policy has passed
         if "control_distil" in used and is_likelihood:
             file = f"control_distil_v{after}.pt"
-            distil = {**inputs, "prefixes": "natural"}
-            controls.append(add(train_grpo, "control_distil", cycle, file, **distil))
+            controls.append(
+                add(train_grpo, "control_distil", cycle, file, **inputs, prefixes="natural")
+            )
         if "control_sampled" in used and is_likelihood and task.reward_function:
             file = f"control_sampled_v{after}.pt"
-            sampled = {**inputs, **functions, "credit": "token"}
-            controls.append(add(train_grpo, "control_sampled", cycle, file, **sampled))
+            inputs.update(functions, credit="token")
+            controls.append(add(train_grpo, "control_sampled", cycle, file, **inputs))
         if "control_natural" in used and natural_corpus != corpus:
             if cycle == 1:
-                options = {"dataset": natural_corpus, "init_from": "scratch"}
-                same_size = add(train, "control_natural", 1, "control_natural_v2.pt", **options)
+                same_size = add(
+                    train,
+                    "control_natural",
+                    cycle,
+                    "control_natural_v2.pt",
+                    dataset=natural_corpus,
+                    init_from="scratch",
+                )
             controls.append(same_size)
         if controls:
             measured["checkpoints"] = tuple(controls)

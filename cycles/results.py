@@ -66,8 +66,8 @@ class Model:
         return "no difference shown"
 
     def standing(self) -> str:
-        """Return what this model is beside the policy, by its text, or if that does not tell, by
-        its loss.
+        """Return whether this model is better or worse than the policy: by its text, or else, if
+        the texts show no difference, by its loss.
         """
         for name in ("judge_loss", "calibrated_loss"):
             standing = STANDINGS.get(self.verdict(name))

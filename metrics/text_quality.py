@@ -170,7 +170,7 @@ class TextQuality:
 
     def write(self, prompts: Prompts, completer: Completer, temperature: float) -> Samples:
         """Let a model complete prompts, and measure the texts."""
-        return self.measure(prompts.complete(completer, temperature).ids.squeeze(1).cpu())
+        return self.measure(completed(prompts, completer, temperature))
 
     def of_model(self, completer: Completer) -> dict[str, Any]:
         """Return the figures of a model at natural diversity, which docs/reference.md defines.
@@ -184,7 +184,7 @@ class TextQuality:
         seconds = []
         for temperature in TEMPERATURES:
             began = time.perf_counter()
-            ids = self.sweep.complete(completer, temperature).ids.squeeze(1).cpu()  # (R, N)
+            ids = completed(self.sweep, completer, temperature)  # (R, N)
             seconds.append(time.perf_counter() - began)
             sweep.append({"temperature": temperature, **self.figures(self.measure(ids))})
         diversity = [point["distinct_pairs"] for point in sweep]
@@ -231,6 +231,11 @@ class TextQuality:
         return np.array(found)
 
 
+def completed(prompts: Prompts, completer: Completer, temperature: float) -> Tensor:
+    """Return the rows (R, N) int64 in which a model continues prompts, on the CPU."""
+    return prompts.complete(completer, temperature).ids.squeeze(1).cpu()
+
+
 def without_fold(samples: Samples, fold: int) -> Samples:
     """Return samples without those of a fold, which is every NUM_FOLDS-th."""
     kept = np.arange(len(samples.texts)) % NUM_FOLDS != fold
@@ -238,11 +243,11 @@ def without_fold(samples: Samples, fold: int) -> Samples:
     return Samples(texts, samples.losses[kept], samples.counts[kept])
 
 
-def line_at(x: float, places: Sequence[float], values: np.ndarray) -> float:
+def line_at(x: float, places: Sequence[float], values: np.ndarray) -> Any:
     """Return the value at x of the straight line through points, by least squares."""
     if np.ptp(places) < MIN_SPREAD:
-        return float(values.mean())
-    return float(np.polyval(np.polyfit(places, values, 1), x))
+        return values.mean()
+    return np.polyval(np.polyfit(places, values, 1), x)
 
 
 def share_of_unknown(counts: Tensor) -> Tensor:
