@@ -292,8 +292,9 @@ def train(
             save_model(run, settings, model, corpus, record)
 
     # loop
-    if not run.is_resumed:
-        evaluate(0)
+    # A run that was interrupted between evaluations may be resumed with no steps left.
+    if not run.is_resumed or run.evaluated < run.step >= settings.max_iters:
+        evaluate(run.step)
     computed_model: Any = torch.compile(model) if settings.compile else model
     trained_model: Any = parallel(computed_model, ranks)
     for step in run.steps(settings.max_iters, best.reason):

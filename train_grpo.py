@@ -266,13 +266,13 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
 
     def is_due(num_steps: int) -> bool:
         """Return whether an evaluation follows a step."""
-        is_last = num_steps == settings.max_steps or stops.reason() != ""
+        is_last = num_steps >= settings.max_steps or stops.reason() != ""
         return is_last or num_steps % settings.eval_interval == 0
 
     if not training.is_resumed:
         evaluate(0, {})
-    elif scorer.functions and best.at < training.step and is_due(training.step):
-        evaluate(training.step, {})  # which failed in the run before
+    elif training.evaluated < training.step and is_due(training.step):
+        evaluate(training.step, {})  # a function failed in it, or no steps are left
 
     for step in training.steps(settings.max_steps, stops.reason):
         # Sample: complete P prompts G times: ids (R, N), mask (R, N - 1), log pi_old (R, N - 1).

@@ -10,15 +10,20 @@ import pytest
 import torch
 from helpers import (
     TINY_TRAIN,
+    call,
+    end_in_call,
     folder_bytes,
     refuse_in_one_line,
     succeed,
+    terminate,
 )
 
+import train
 from common.files import load_state, save_state
 from common.log import read_records
 from common.process import UserError
 from common.settings import Settings, setting
+from lm.checkpoint import load_checkpoint
 from training.run import Run
 
 
@@ -141,6 +146,15 @@ def test_more_steps_than_the_schedule_has_change_no_file(tmp_path, whole, corpus
     line = refuse_in_one_line("train", **{**options, "max_iters": 25})
     assert "max_iters=25: the learning rate of lr_schedule=cooldown is 0 from step 20 on" in line
     assert folder_bytes(folder) == before
+
+
+def test_an_interrupted_run_with_no_steps_left_is_evaluated(tmp_path, corpus, monkeypatch):
+    options = {**SETTINGS, "dataset": corpus, "out_dir": tmp_path}
+    with monkeypatch.context() as patch:
+        end_in_call(patch, train, "get_batch", 3, terminate)
+        assert call("train", **options).status == 130
+    succeed("train", **{**options, "init_from": "resume", "max_iters": 3})
+    assert load_checkpoint(tmp_path / "model_checkpoint.pt")["training"]["step"] == 3
 
 
 @pytest.mark.parametrize("damage", ["moments", "config", "best"])

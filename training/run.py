@@ -72,7 +72,9 @@ class Run:
         self.records = RunLog(self.output.with_suffix(".jsonl"), last_kept)
         self.log = self.records.log
         self.tracker_id = self.saved.get("tracker_id", secrets.token_hex(8))
-        self.track(tracker_id=self.tracker_id)
+        # The last step that the run before has evaluated; older states do not know it.
+        self.evaluated = int(self.saved.get("evaluated", self.step))
+        self.track(tracker_id=self.tracker_id, evaluated=self.evaluated)
 
     def _read_state(self) -> None:
         """Read the state of the output's run; raise UserError if it is of another run."""
@@ -139,7 +141,7 @@ class Run:
                 yield self.step
                 self.step += 1
                 self.bar.update()
-            self.save(self.step)
+            self._write_state(self.step)
         raise KeyboardInterrupt
 
     @contextlib.contextmanager
@@ -154,11 +156,15 @@ class Run:
             for function in functions:
                 self.identity[function.name] = FAILED
             if functions and step > 0:
-                self.save(step)
+                self._write_state(step)
             raise
 
     def save(self, step: int) -> None:
-        """Write the state after `step` steps, on rank 0."""
+        """Write the state after `step` steps and their evaluation, on rank 0."""
+        self.track(evaluated=step)
+        self._write_state(step)
+
+    def _write_state(self, step: int) -> None:
         if self.ranks.rank != 0:
             return
         parts = {}
