@@ -244,10 +244,7 @@ def load_text_quality(
     if judge_file.is_file():
         unread = open_token_file(judge_file, "judge", natural.tokenizer.vocab_size)
         judged = decode(unread[:MAX_CHARACTERS])
-        # What a model of another corpus has read is unknown.
-        known = [corpus.record, natural.record]
-        if all(ckpt.load_checkpoint(path)["data"] in known for path in settings.checkpoints):
-            judge_text = "unread"
+        judge_text = "unread"
     if settings.split == "val":
         tokens = validation_part(corpus.val, length, "report")
     assert settings.samples is not None

@@ -287,17 +287,15 @@ def option_names(words: list[str]) -> list[str]:
 # settings file
 
 
-def read_config(path: str | Path | None, *above: str | Path) -> Values:
-    """Return the values of a settings file, on top of those of its `base`, another file in the same
-    folder. Raise UserError if a file is missing or a line cannot be read.
+def read_config(path: str | Path | None) -> Values:
+    """Return the values of a settings file; without a file there are none.
 
-    path: None: no file, no values. above: the files that start from this one.
+    Raise UserError if the file is missing or a line cannot be read.
     """
-    if path is None:
-        return {}
-    require(os.path.exists(path), f"Settings file not found: {path}: correct --config or `base`")
-    require(path not in above, f"{path}: `base` leads in a circle: remove it from one file")
     values: Values = {}
+    if path is None:
+        return values
+    require(os.path.exists(path), f"Settings file not found: {path}: correct --config")
     text = read_text(path).replace("str(time.time())", repr(str(time.time())))
     with reading_file(path, FILE_RULE):
         compile(text, path, "exec")  # only finds an argument given twice; nothing is executed
@@ -309,14 +307,7 @@ def read_config(path: str | Path | None, *above: str | Path) -> Values:
                     pass  # `import time`, for str(time.time()); a docstring
                 case _:
                     _evaluate(statement)  # raises the error that names it
-    if "base" not in values:
-        return values
-    contents = read_config(Path(path).parent / str(values.pop("base")), path, *above)
-    for name, value in values.items():
-        if isinstance(value, dict) and isinstance(contents.get(name), dict):
-            value = {**contents[name], **value}
-        contents[name] = value
-    return contents
+    return values
 
 
 def _evaluate(node: ast.expr | ast.stmt) -> Any:

@@ -99,12 +99,12 @@ control_distil = dict(
     credit="exact",
     prefixes="natural",
     prompts_per_step=48,
-    max_steps=300,
+    max_steps=420,
     updates_per_step=3,
     optimizer="muon",
     learning_rate=5e-3,
     lr_schedule="linear",
-    eval_interval=75,
+    eval_interval=105,
 )
 
 # Third, the natural model's text in place of its distribution: a model of the policy's size that
@@ -121,10 +121,10 @@ control_natural = dict(
     learning_rate=1e-2,
     weight_decay=0.1,
     grad_clip=0.0,
-    max_iters=2500,
+    max_iters=2700,
     warmup_iters=3,
     lr_schedule="cooldown",
-    eval_interval=625,
+    eval_interval=675,
     seed=1339,
 )
 

@@ -26,7 +26,7 @@ from tokenization_manager import TokenizationManager
 
 # the settings file for your own texts
 OWN_TEXT = str(Path(__file__).resolve().parents[1] / "config/shakespeare_library_cpu.py")
-LONG_TEXT = 300_000  # tokens; a model does not memorise a longer text and needs no dropout
+LONG_TEXT = 250_000  # tokens; models of these sizes do not memorise it and need no dropout
 LARGE_VOCABULARY = 1000  # ids; its models have half the steps, and GRPO half the prompts
 FEWER_PROMPTS = {  # half the default's
     "train_grpo": {"prompts_per_step": 24},
@@ -38,14 +38,12 @@ MOST_LEARNED = 4096
 MIN_TOKENS = 25_000  # enough blocks for intervals
 # Training texts of so many characters can spare a tenth for the judge of generated text.
 MIN_JUDGED_CHARACTERS = 300_000
-# Sizes: those of the default, whose play has DEFAULT_TOKENS.
-DEFAULT_TOKENS = 80_000
-SHORT_TEXT = 50_000  # tokens
 BLOCK_SIZE = 80
-SHORT_BLOCK_SIZE = 48
-NATURAL_STEPS = 1250  # of a natural model that reads other texts
-ALONE_STEPS = 1800  # of one that reads the same text as the generator
-GRPO_STEPS = 1900  # steps of plain training in the seconds of GRPO
+DEFAULT_TOKENS = 80_000  # of the default's play, whose generator has DEFAULT_STEPS
+DEFAULT_STEPS = 600
+# Steps of plain training in the seconds of GRPO, with and without dropout, which is slow on a CPU
+GRPO_STEPS = 1900
+FAST_GRPO_STEPS = 2900
 
 
 def make_corpora(
@@ -53,13 +51,13 @@ def make_corpora(
     natural: Sequence[Text],
     tokenizer: TokenizationManager | None,
     out: Path,
-) -> tuple[Path, Path, int]:
+) -> tuple[Path, Path, int, int]:
     """Make the corpora out/corpus and out/natural_corpus; the same texts give the same bytes.
 
     own: the texts that the generator learns. natural: those that the natural model learns instead;
     without any, both corpora are the same folder. tokenizer: None to choose one. Return both
-    folders and the number of tokens of the own texts. Raise UserError for a text that is too short,
-    or that the tokenizer cannot encode.
+    folders, and the numbers of tokens of the own texts and of those that the natural model learns.
+    Raise UserError for a text that is too short, or that the tokenizer cannot encode.
     """
     size = count_characters(own)
     tenth = size // 10
@@ -90,11 +88,14 @@ def make_corpora(
         num_tokens >= MIN_TOKENS,
         f"--text has {num_tokens:,} tokens, but at least {MIN_TOKENS:,} are needed: add text",
     )
+    num_natural_tokens = num_tokens
     if natural:
         natural_folder = out / "natural_corpus"
         copied = [folder / name for name in shared]
-        prepare_texts(texts, natural_folder, chosen, natural_segments, copied=copied)
-    return folder, natural_folder, num_tokens
+        num_natural_tokens = prepare_texts(
+            texts, natural_folder, chosen, natural_segments, copied=copied
+        )
+    return folder, natural_folder, num_tokens, num_natural_tokens
 
 
 def training_segments(num_characters: int) -> list[tuple[str, int]]:
@@ -116,40 +117,40 @@ def num_pairs(chars: set[str]) -> int:
 
 
 def sizes_for(
-    num_tokens: int, vocab_size: int, has_natural: bool, longest: int | None = None
+    num_tokens: int, num_natural_tokens: int, vocab_size: int, longest: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return settings for a text of `num_tokens`, by section of the settings file OWN_TEXT.
+    """Return settings for texts of so many tokens, by section of the settings file OWN_TEXT.
 
-    has_natural: whether the natural model has read other texts. If not, it learns longer. longest:
-    the block size of an existing natural model, which is not trained then.
+    num_tokens: of the own text. num_natural_tokens: of the text that the natural model learns.
+    longest: the block size of an existing natural model, which is not trained then.
     """
-    block_size = BLOCK_SIZE
-    if num_tokens < SHORT_TEXT:
-        block_size = SHORT_BLOCK_SIZE
+    block_size = min(BLOCK_SIZE, longest or BLOCK_SIZE)
     # The generator memorises a short text soon.
-    scale = min(2.0, max(0.5, num_tokens / DEFAULT_TOKENS))
-    max_iters = {"train": 600 * scale, "natural_model": NATURAL_STEPS, "control_natural": 2500}
-    if not has_natural:
-        max_iters["natural_model"] = ALONE_STEPS
-    # the seconds of generator and GRPO
-    max_iters["control_plain"] = GRPO_STEPS + max_iters["train"]
-    if longest is not None:
-        block_size = min(block_size, longest)
-        del max_iters["natural_model"]
-    sizes: dict[str, dict[str, Any]] = {}
+    steps = DEFAULT_STEPS * min(5.0, max(0.5, num_tokens / DEFAULT_TOKENS))
+    max_iters = {
+        "train": steps,
+        "natural_model": 2500,
+        "control_natural": 2700,
+        "control_plain": steps + GRPO_STEPS,  # the seconds of generator and GRPO
+    }
+    sizes: dict[str, dict[str, Any]] = {section: {} for section in max_iters}
+    if num_tokens > LONG_TEXT:
+        sizes["train"]["dropout"] = 0.0
+        sizes["control_plain"]["dropout"] = 0.0
+        max_iters["control_plain"] = steps + FAST_GRPO_STEPS
+    if num_natural_tokens < LONG_TEXT:
+        sizes["natural_model"]["dropout"] = 0.1
+        max_iters["natural_model"] = 1250
     share = 1.0
     if vocab_size > LARGE_VOCABULARY:  # its steps take longer
         share = 0.5
         sizes.update(FEWER_PROMPTS)
-    for section, steps in max_iters.items():
-        sizes[section] = {
-            "block_size": block_size,
-            "batch_size": 2048 // block_size,  # about the same number of tokens in every step
-            "max_iters": round(steps * share),
-        }
-    if num_tokens > LONG_TEXT:
-        sizes["train"]["dropout"] = 0.0
-        sizes["control_plain"]["dropout"] = 0.0
-    elif not has_natural:
-        sizes["natural_model"]["dropout"] = 0.1
+    for section, number in max_iters.items():
+        sizes[section].update(
+            block_size=block_size,
+            batch_size=2048 // block_size,  # about the same number of tokens in every step
+            max_iters=round(number * share),
+        )
+    if longest is not None:
+        del sizes["natural_model"]
     return sizes

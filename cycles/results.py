@@ -27,6 +27,7 @@ KINDS = {  # of models, by the kind of the stage that makes them
 }
 # The losses that are compared, and the losses of the blocks of text, or of the folds of samples.
 PAIRED = {"calibrated_loss": "blocks", "judge_loss": "judge_by_fold"}
+MEASURES = {"judge_loss": "text", "calibrated_loss": "loss on unseen text"}
 DIGITS = 3  # of differences
 STANDINGS = {"better": "worse", "worse": "better"}  # of a model, by the policy's verdict
 # The numbers of generator and policy: form and label. The last three that are measured are shown.
@@ -66,13 +67,13 @@ class Model:
         return "no difference shown"
 
     def standing(self) -> str:
-        """Return whether this model is better or worse than the policy: by its text, or else, if
-        the texts show no difference, by its loss.
+        """Return whether this model is better or worse than the policy, and in what: in its text,
+        or else, if the texts show no difference, in its loss.
         """
-        for name in ("judge_loss", "calibrated_loss"):
+        for name, measure in MEASURES.items():
             standing = STANDINGS.get(self.verdict(name))
             if standing is not None:
-                return standing
+                return f"{standing} in {measure}"
         return "as good, as far as is shown"
 
 

@@ -46,11 +46,14 @@ def purpose(results: Results) -> str:
         return ""
     rivals = []
     for kind, model in results.by_kind.items():
-        if kind in RIVALS and model.standing() != "worse":
+        if kind in RIVALS and not model.standing().startswith("worse"):
             rivals.append(model)
     if rivals:
         best = min(rivals, key=lambda model: model.figures.get("judge_loss", 0.0))
         return f"Use {best.label} instead: it is {best.standing()}."
     if results.has_gained():
-        return "Keep the policy if the natural model is too large, and its text not at hand."
+        return (
+            "Keep the policy if the natural model is too large for you, and you do not have the "
+            "text that it learned."
+        )
     return ""

@@ -110,8 +110,8 @@ class TextQuality:
         """Take prompts from a natural text (n,), in rows of N = length tokens.
 
         library: natural texts from which the known words come. judged: natural text from which the
-        judge comes. judge_text: what is known of that text, "unread" by the models or "natural"; it
-        is reported with the figures.
+        judge comes. judge_text: "unread" if models of these corpora do not read it, or "natural";
+        it is reported with the figures.
         """
         self.tokenizer = tokenizer
         self.tokens = tokens
@@ -194,11 +194,15 @@ class TextQuality:
         near = [self.write(self.report, completer, factor * temperature) for factor in NEAR]
         whole = self.at_natural_diversity(near)
         num_folds = min(NUM_FOLDS, len(near[0].texts))
-        by_fold = []
-        for fold in range(num_folds):
-            others = self.at_natural_diversity([without_fold(samples, fold) for samples in near])
-            by_fold.append(num_folds * whole - (num_folds - 1) * others)
-        judge_by_fold, unknown_by_fold = torch.from_numpy(np.array(by_fold)).T
+        without = np.array(
+            [
+                self.at_natural_diversity([without_fold(samples, fold) for samples in near])
+                for fold in range(num_folds)
+            ]
+        )
+        # Their mean is the value of all samples: a bias correction could end below natural text's.
+        by_fold = whole + (num_folds - 1) * (without.mean(0) - without)
+        judge_by_fold, unknown_by_fold = torch.from_numpy(by_fold).T
         unknown_words: dict[str, float | None] = {"unknown_words": None}
         if unknown_by_fold.isfinite().all():  # there are words
             unknown_words = mean_figures("unknown_words", unknown_by_fold)

@@ -232,18 +232,6 @@ def test_a_settings_file_is_data(written, text, said):
     assert message.endswith("nothing is executed") and "\n" not in message
 
 
-def test_a_settings_file_starts_from_its_base(tmp_path):
-    (tmp_path / "first.py").write_text("seed = 1\ntrain = dict(a=1, b=2)\nsample = dict(c=3)\n")
-    (tmp_path / "second.py").write_text("base = 'first.py'\nseed = 2\ntrain = dict(b=4)\n")
-    (tmp_path / "third.py").write_text("sample = 5\nbase = 'second.py'\n")
-    expected = {"seed": 2, "train": {"a": 1, "b": 4}, "sample": 5}
-    assert read_config(str(tmp_path / "third.py")) == expected
-    for base, said in (("nowhere.py", "not found"), ("fourth.py", "leads in a circle")):
-        (tmp_path / "fourth.py").write_text(f"base = '{base}'\n")
-        message = refused(str(tmp_path / "fourth.py"))
-        assert f"{tmp_path / base}" in message and said in message and "\n" not in message
-
-
 def test_values_outside_sections_are_for_the_scripts_that_know_them(tmp_path):
     @dataclass
     class Other(Settings):

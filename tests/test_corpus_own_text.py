@@ -36,16 +36,16 @@ def test_the_last_tenths_are_held_out_of_both_corpora(texts, tmp_path):
     def make():
         return make_corpora(find_texts([own]), find_texts([other]), None, tmp_path / "out")
 
-    folder, library, size = make()
-    assert size == 30_000 and tokens_of(library, "train") == [other.read_text() + "\n"]
+    folder, library, *sizes = make()
+    assert sizes == [30_000, 102] and tokens_of(library, "train") == [other.read_text() + "\n"]
     assert tokens_of(folder, "train") == [text[:24_000]]
     for each in (folder, library):
         assert tokens_of(each, "val", "test") == [text[24_000:27_000], text[27_000:]]
     assert (folder / "meta.pkl").read_bytes() == (library / "meta.pkl").read_bytes()
     own.write_text(text.replace("e", "a"))
     assert "e" not in tokens_of(make()[0], "train")[0]
-    alone, same, _ = make_corpora(find_texts([own]), [], None, tmp_path / "alone")
-    assert alone == same
+    alone, same, *sizes = make_corpora(find_texts([own]), [], None, tmp_path / "alone")
+    assert alone == same and sizes[0] == sizes[1]
 
 
 def test_texts_that_cannot_serve_are_refused(texts, tmp_path):
@@ -66,7 +66,7 @@ def test_a_tokenizer_is_learned_from_the_training_parts_of_both(texts, tmp_path,
     monkeypatch.setattr(own_text, "MIN_TOKENS", 1000)
     text = texts[1].read_text() + "\n"
     monkeypatch.setattr(own_text, "MIN_JUDGED_CHARACTERS", len(text))
-    folder, library, _ = make_corpora(own, other, None, tmp_path)
+    folder, library, *_ = make_corpora(own, other, None, tmp_path)
     source = (folder / "tokenizer.json").read_bytes()
     assert source == (library / "tokenizer.json").read_bytes()
     num_judged = len(text) // 10
@@ -85,7 +85,7 @@ def test_a_long_text_of_ones_own_has_a_judge_if_the_natural_texts_are_short(
     monkeypatch.setattr(own_text, "MIN_JUDGED_CHARACTERS", 24_000)
     text = texts[0].read_text()
     for number, natural in enumerate(([], find_texts([texts[1]]))):
-        folder, library, _ = make_corpora(own, natural, None, tmp_path / str(number))
+        folder, library, *_ = make_corpora(own, natural, None, tmp_path / str(number))
         assert tokens_of(folder, "train", "judge") == [text[:21_600], text[21_600:24_000]]
         assert tokens_of(folder, "val") == [text[24_000:27_000]]
         assert (library / "judge.bin").read_bytes() == (folder / "judge.bin").read_bytes()
@@ -110,17 +110,16 @@ def test_too_few_byte_pairs_give_way_to_characters(texts, tmp_path, monkeypatch)
 
 
 def test_sizes_follow_the_length():
-    short = sizes_for(30_000, 90, True)
-    long = sizes_for(2_000_000, 4096, False)
-    assert short["train"] == {"block_size": 48, "batch_size": 42, "max_iters": 300}
-    assert short["natural_model"]["max_iters"] == 1250
-    assert sizes_for(80_000, 320, True)["train"]["max_iters"] == 600
-    expected = {"block_size": 80, "batch_size": 25, "max_iters": 1550, "dropout": 0.0}
-    assert long["control_plain"] == expected
-    assert long["natural_model"] == {"block_size": 80, "batch_size": 25, "max_iters": 900}
-    assert sizes_for(80_000, 320, False)["natural_model"]["dropout"] == 0.1
-    assert "train_grpo" not in short and long["train_grpo"] == {"prompts_per_step": 24}
-    given = sizes_for(80_000, 320, True, longest=70)
+    short = sizes_for(30_000, 30_000, 90)
+    assert short["train"] == {"block_size": 80, "batch_size": 25, "max_iters": 300}
+    assert (short["natural_model"]["dropout"], short["natural_model"]["max_iters"]) == (0.1, 1250)
+    default = sizes_for(80_000, 1_000_000, 320)
+    assert default["train"]["max_iters"] == 600 and "dropout" not in default["natural_model"]
+    long = sizes_for(2_000_000, 2_000_000, 4096)
+    assert (long["train"]["dropout"], long["train"]["max_iters"]) == (0.0, 1500)
+    assert long["control_plain"]["max_iters"] > long["train"]["max_iters"]
+    assert "train_grpo" not in short and long["train_grpo"]["prompts_per_step"] == 24
+    given = sizes_for(80_000, 80_000, 320, longest=70)
     assert "natural_model" not in given and given["train"]["block_size"] == 70
 
 

@@ -197,10 +197,11 @@ def test_figures_are_in_final_units():
 def test_what_the_policy_is_for(tmp_path):
     """A control that needs no more and is not worse is named, the better one of two."""
     page = make_page(make_ledger(tmp_path))
-    assert purpose(results_of()) == "Use distillation instead: it is better."
-    assert "Use distillation instead: it is better." in page
-    assert "The natural model is better,\n4.0 times the size and\n4.0 times slower." in page
-    assert "the natural text, is as good, as far as is shown." in page
+    assert purpose(results_of()) == "Use distillation instead: it is better in text."
+    assert "Use distillation instead: it is better in text." in page
+    assert "The natural model is better in text; it has\n4.0 times the policy's parameters" in page
+    assert "and writes\n4.0 times slower." in page
+    assert "the natural model's text is as good, as far as is shown." in page.replace("\n", " ")
     worse = {name: evaluated(2.3, 0.2, 1.9, 0.3) for name in CONTROLS}
     assert purpose(results_of(controls_v2=worse)).startswith("Keep the policy if the natural mod")
     equal = {**worse, "control_plain_v2": evaluated(1.95, 0.2, 1.77, 0.3, -0.05)}
@@ -384,9 +385,10 @@ def test_page(tmp_path):
     ledger.about["settings"]["natural_dataset"] = "data/plays"
     assert "All models have read the judge's text," in make_page(ledger)
     del ledger.about["planned"]["natural_model_v1"]  # it is the user's own
+    ledger.about["settings"]["natural_model"] = "mine.pt"
     figures = ledger.records["evaluation_v2"]["figures"]
     figures["natural_model"] = figures.pop("natural_model_v1")
-    assert "Models may have read the judge's text." in make_page(ledger)
+    assert "The natural model may have read the judge's text." in make_page(ledger)
 
 
 def test_page_with_missing_parts(tmp_path, capsys):
