@@ -213,11 +213,13 @@ def make_own_corpora(
         )
         tokenizer = TokenizationManager.from_record(checkpoint["tokenization"])
     folder = Path(str(settings.out_dir))
-    corpus, natural_corpus, *num_tokens = make_corpora(own, natural, tokenizer, folder)
+    corpus, natural_corpus, num_tokens, num_natural_tokens = make_corpora(
+        own, natural, tokenizer, folder
+    )
     settings.dataset = str(corpus)
     settings.natural_dataset = str(natural_corpus)
     vocab_size = TokenizationManager(data_path=corpus).vocab_size
-    return sizes_for(*num_tokens, vocab_size, longest)
+    return sizes_for(num_tokens, num_natural_tokens, vocab_size, longest)
 
 
 def default_folder(sources: Sequence[str]) -> str:

@@ -37,7 +37,7 @@ def test_the_last_tenths_are_held_out_of_both_corpora(texts, tmp_path):
         return make_corpora(find_texts([own]), find_texts([other]), None, tmp_path / "out")
 
     folder, library, *sizes = make()
-    assert sizes == [30_000, 102] and tokens_of(library, "train") == [other.read_text() + "\n"]
+    assert sizes == [30_000, 518] and tokens_of(library, "train") == [other.read_text() + "\n"]
     assert tokens_of(folder, "train") == [text[:24_000]]
     for each in (folder, library):
         assert tokens_of(each, "val", "test") == [text[24_000:27_000], text[27_000:]]
