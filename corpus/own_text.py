@@ -28,10 +28,7 @@ from tokenization_manager import TokenizationManager
 OWN_TEXT = str(Path(__file__).resolve().parents[1] / "config/shakespeare_library_cpu.py")
 LONG_TEXT = 250_000  # tokens; models of these sizes do not memorise it and need no dropout
 LARGE_VOCABULARY = 1000  # ids; its models have half the steps, and GRPO half the prompts
-FEWER_PROMPTS = {  # half the default's
-    "train_grpo": {"prompts_per_step": 24},
-    "control_distil": {"prompts_per_step": 24},
-}
+FEWER_PROMPTS = 24
 # The number of byte pairs.
 FEWEST_LEARNED = 320  # tokens: the 256 bytes and 64 pairs
 MOST_LEARNED = 4096
@@ -134,17 +131,20 @@ def sizes_for(
         "control_plain": steps + GRPO_STEPS,  # the seconds of generator and GRPO
     }
     sizes: dict[str, dict[str, Any]] = {section: {} for section in max_iters}
+    sizes["train_grpo"] = {}
     if num_tokens > LONG_TEXT:
         sizes["train"]["dropout"] = 0.0
         sizes["control_plain"]["dropout"] = 0.0
         max_iters["control_plain"] = steps + FAST_GRPO_STEPS
+        # A generator that is near to the natural model needs smaller steps.
+        sizes["train_grpo"]["learning_rate"] = 1.5e-3
     if num_natural_tokens < LONG_TEXT:
         sizes["natural_model"]["dropout"] = 0.1
         max_iters["natural_model"] = 1250
     share = 1.0
     if vocab_size > LARGE_VOCABULARY:  # its steps take longer
         share = 0.5
-        sizes.update(FEWER_PROMPTS)
+        sizes["train_grpo"]["prompts_per_step"] = FEWER_PROMPTS
     for section, number in max_iters.items():
         sizes[section].update(
             block_size=block_size,

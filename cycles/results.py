@@ -71,9 +71,9 @@ class Model:
         or else, if the texts show no difference, in its loss.
         """
         for name, measure in MEASURES.items():
-            standing = STANDINGS.get(self.verdict(name))
-            if standing is not None:
-                return f"{standing} in {measure}"
+            verdict = self.verdict(name)
+            if verdict in STANDINGS:
+                return f"{STANDINGS[verdict]} in {measure}"
         return "as good, as far as is shown"
 
 

@@ -142,6 +142,7 @@ class Run:
                 self.step += 1
                 self.bar.update()
             self._write_state(self.step)
+            print0(f"Step {self.step} is saved in {self.state_path}")
         raise KeyboardInterrupt
 
     @contextlib.contextmanager
