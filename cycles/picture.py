@@ -7,7 +7,6 @@ After Caccia et al. 2020, "Language GANs falling short" (arXiv 1811.02549), figu
 
 import base64
 import io
-import math
 
 from cycles.results import Results
 
@@ -42,9 +41,10 @@ def draw_picture(results: Results) -> str:
             axes.plot(pairs, losses, ".-", label=model.label)
         natural = models[0].figures["natural"]
         place = (natural["distinct_pairs"], natural["judge_loss"])
-        for model, colour in zip(models, COLOURS, strict=False):  # the table's values
-            judged = model.figures.get("judge_loss", math.nan)
-            axes.plot(place[0], judged, "_", color=colour, markersize=16, markeredgewidth=2)
+        for model, colour in zip(models, COLOURS, strict=False):  # the table's values, if any
+            if "judge_loss" in model.figures:
+                judged = model.figures["judge_loss"]
+                axes.plot(place[0], judged, "_", color=colour, markersize=16, markeredgewidth=2)
         axes.plot(*place, "*", color=GREY, markersize=12, label="natural text")
         axes.axvline(place[0], color=GREY, linestyle="--", linewidth=1)
         axes.set(

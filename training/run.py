@@ -73,7 +73,7 @@ class Run:
         self.log = self.records.log
         self.tracker_id = self.saved.get("tracker_id", secrets.token_hex(8))
         # The last step that the run before has evaluated; older states do not know it.
-        self.evaluated = int(self.saved.get("evaluated", self.step))
+        self.evaluated = self.saved.get("evaluated", self.step)
         self.track(tracker_id=self.tracker_id, evaluated=self.evaluated)
 
     def _read_state(self) -> None:
