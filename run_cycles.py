@@ -264,7 +264,7 @@ def main() -> None:
             for name, value in values.items():
                 option = f"{section}.{name}"
                 if chooses_sizes and option not in given:
-                    print0(f"--{option}={value}, for the length of this text")
+                    print0(f"--{option}={value}, for the length of these texts")
                     setattr(sections[section], name, value)
 
     # stages

@@ -26,7 +26,9 @@ from tokenization_manager import TokenizationManager
 
 # the settings file for your own texts
 OWN_TEXT = str(Path(__file__).resolve().parents[1] / "config/shakespeare_library_cpu.py")
-LONG_TEXT = 250_000  # tokens; models of these sizes do not memorise it and need no dropout
+# Tokens, with the held-out parts: models of these sizes do not memorise so long a text, and need no
+# dropout.
+LONG_TEXT = 250_000
 LARGE_VOCABULARY = 1000  # ids; its models have half the steps, and GRPO half the prompts
 FEWER_PROMPTS = 24
 # The number of byte pairs.
@@ -35,10 +37,12 @@ MOST_LEARNED = 4096
 MIN_TOKENS = 25_000  # enough blocks for intervals
 # Training texts of so many characters can spare a tenth for the judge of generated text.
 MIN_JUDGED_CHARACTERS = 300_000
+SHORT_TEXT = 50_000  # tokens; longer blocks would leave too few for intervals
 BLOCK_SIZE = 80
+SHORT_BLOCK_SIZE = 48
 DEFAULT_TOKENS = 80_000  # of the default's play, whose generator has DEFAULT_STEPS
 DEFAULT_STEPS = 600
-# Steps of plain training in the seconds of GRPO, with and without dropout, which is slow on a CPU
+# Steps of plain training in the seconds of GRPO: with dropout, which is slow on a CPU, and without
 GRPO_STEPS = 1900
 FAST_GRPO_STEPS = 2900
 
@@ -53,7 +57,7 @@ def make_corpora(
 
     own: the texts that the generator learns. natural: those that the natural model learns instead;
     without any, both corpora are the same folder. tokenizer: None to choose one. Return both
-    folders, and the numbers of tokens of the own texts and of those that the natural model learns.
+    folders, and the numbers of tokens of the own texts and of the natural model's, all parts.
     Raise UserError for a text that is too short, or that the tokenizer cannot encode.
     """
     size = count_characters(own)
@@ -118,10 +122,11 @@ def sizes_for(
 ) -> dict[str, dict[str, Any]]:
     """Return settings for texts of so many tokens, by section of the settings file OWN_TEXT.
 
-    num_tokens: of the own text. num_natural_tokens: of the text that the natural model learns.
+    num_tokens: of the own text, num_natural_tokens: of the natural model's, with held-out parts.
     longest: the block size of an existing natural model, which is not trained then.
     """
-    block_size = min(BLOCK_SIZE, longest or BLOCK_SIZE)
+    block_size = BLOCK_SIZE if num_tokens >= SHORT_TEXT else SHORT_BLOCK_SIZE
+    block_size = min(block_size, longest or block_size)
     # The generator memorises a short text soon.
     steps = DEFAULT_STEPS * min(5.0, max(0.5, num_tokens / DEFAULT_TOKENS))
     max_iters = {
@@ -131,20 +136,22 @@ def sizes_for(
         "control_plain": steps + GRPO_STEPS,  # the seconds of generator and GRPO
     }
     sizes: dict[str, dict[str, Any]] = {section: {} for section in max_iters}
-    sizes["train_grpo"] = {}
-    if num_tokens > LONG_TEXT:
+    grpo: dict[str, Any] = {}  # of GRPO and of distillation, which have the same target
+    sizes.update(train_grpo=grpo, control_distil=grpo)
+    if num_tokens >= LONG_TEXT:
         sizes["train"]["dropout"] = 0.0
         sizes["control_plain"]["dropout"] = 0.0
         max_iters["control_plain"] = steps + FAST_GRPO_STEPS
         # A generator that is near to the natural model needs smaller steps.
-        sizes["train_grpo"]["learning_rate"] = 1.5e-3
+        grpo["learning_rate"] = 1.5e-3
     if num_natural_tokens < LONG_TEXT:
         sizes["natural_model"]["dropout"] = 0.1
+        sizes["control_natural"]["dropout"] = 0.1
         max_iters["natural_model"] = 1250
     share = 1.0
     if vocab_size > LARGE_VOCABULARY:  # its steps take longer
         share = 0.5
-        sizes["train_grpo"]["prompts_per_step"] = FEWER_PROMPTS
+        grpo["prompts_per_step"] = FEWER_PROMPTS
     for section, number in max_iters.items():
         sizes[section].update(
             block_size=block_size,

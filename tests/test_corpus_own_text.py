@@ -111,15 +111,16 @@ def test_too_few_byte_pairs_give_way_to_characters(texts, tmp_path, monkeypatch)
 
 def test_sizes_follow_the_length():
     short = sizes_for(30_000, 30_000, 90)
-    assert short["train"] == {"block_size": 80, "batch_size": 25, "max_iters": 300}
+    assert short["train"] == {"block_size": 48, "batch_size": 42, "max_iters": 300}
     assert (short["natural_model"]["dropout"], short["natural_model"]["max_iters"]) == (0.1, 1250)
     default = sizes_for(80_000, 1_000_000, 320)
     assert default["train"]["max_iters"] == 600 and "dropout" not in default["natural_model"]
     long = sizes_for(2_000_000, 2_000_000, 4096)
     assert (long["train"]["dropout"], long["train"]["max_iters"]) == (0.0, 1500)
-    assert long["control_plain"]["max_iters"] > long["train"]["max_iters"]
+    assert (long["control_plain"]["max_iters"], long["natural_model"]["max_iters"]) == (2950, 1250)
     assert short["train_grpo"] == {}
-    assert long["train_grpo"] == {"learning_rate": 1.5e-3, "prompts_per_step": 24}
+    expected = {"learning_rate": 1.5e-3, "prompts_per_step": 24}
+    assert long["train_grpo"] == long["control_distil"] == expected
     given = sizes_for(80_000, 80_000, 320, longest=70)
     assert "natural_model" not in given and given["train"]["block_size"] == 70
 
