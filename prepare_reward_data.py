@@ -213,7 +213,7 @@ def run(config: RewardDataConfig) -> dict[str, Any]:
         f"  Val tokens: {len(val_tokens):,}"
     )
     data = data_record(train_tokens, val_tokens)
-    check_splits(checkpoint["data"], data, is_allowed=config.allow_split_mismatch)
+    check_splits(checkpoint["data"], data)
     output = Path(config.output_dir)
     found = {path.name for path in output.glob("*")}
     is_free = not found or (config.overwrite and found <= FILES)

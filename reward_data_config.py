@@ -56,8 +56,6 @@ class RewardDataConfig(Settings):
     """at most this many blocks of each split, evenly spaced; None: all"""
     overwrite: bool = setting(False, free=True)
     """replace the dataset in output_dir"""
-    allow_split_mismatch: bool = False
-    """accept a train/validation split other than the generator's (contamination)"""
 
     def __post_init__(self) -> None:
         if self.input_mode is None:

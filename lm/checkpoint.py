@@ -247,8 +247,7 @@ def check_splits(
         f"{name} was trained on another train/validation split, or has no record of it: its "
         "training text may be validation text here"
     )
-    remedy = "use the data of its training (prepare_reward_data.py: or --allow_split_mismatch True)"
-    require(is_allowed or trained is None, f"{problem}: {remedy}")
+    require(is_allowed or trained is None, f"{problem}: use the data of its training")
     warn(problem)
 
 

@@ -191,10 +191,13 @@ def test_a_corpus_shorter_than_a_block_is_refused(tmp_path, generator):
     text = make_text(1000)
     folder = make_corpus(tmp_path / "short_char", text)
     (folder / "input.txt").write_text(text[:100])  # 90 + 10 characters: no validation block
-    options = prepare_options(folder, generator, tmp_path / "out", allow_split_mismatch=True)
+    options = prepare_options(folder, generator, tmp_path / "out")
+    trained = torch.load(generator)
+    options["model_path"] = make_checkpoint(tmp_path / "other.pt", 25, trained["tokenization"])
     assert re.search(r"\b10 tokens .*\b16\b", refuse_in_one_line("prepare_reward_data", **options))
-    record = torch.load(generator)["tokenization"]
-    options["model_path"] = make_checkpoint(tmp_path / "one.pt", 25, record, block_size=1)
+    options["model_path"] = make_checkpoint(
+        tmp_path / "one.pt", 25, trained["tokenization"], block_size=1
+    )
     assert "in blocks of 1" in refuse_in_one_line("prepare_reward_data", **options)
     assert not (tmp_path / "out").exists()
 
@@ -254,13 +257,11 @@ def test_an_existing_dataset_is_replaced_only_on_request(tmp_path, options, rewa
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
 
 
-def test_another_split_is_refused_unless_allowed(tmp_path, options):
+def test_another_split_is_refused(tmp_path, options):
     options |= {"max_blocks": 2, "train_split": 0.8}
     line = refuse_in_one_line("prepare_reward_data", **options)
-    assert "another train/validation split" in line and "--allow_split_mismatch" in line
+    assert "another train/validation split" in line and "use the data of its training" in line
     assert not (tmp_path / "out").exists()
-    finished = call("prepare_reward_data", **options, allow_split_mismatch=True)
-    assert finished.status == 0 and "WARNING" in finished.err
 
 
 def test_a_vocabulary_numbered_otherwise_is_refused(tmp_path, corpus, generator):
