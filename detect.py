@@ -221,11 +221,8 @@ def corpus_blocks(source: Source) -> tuple[Tensor, ...]:
 
 
 def page_path(path: Path, output_dir: str | None) -> Path:
-    """Return the page of a text: beside it, or here for a pipe."""
-    folder = path.parent
-    if path.is_fifo() or str(path).startswith(("/dev/", "/proc/")):
-        folder = Path()
-    return Path(output_dir or folder, f"{path.stem}.crossover.html").resolve()
+    """Return the page of a text, which is beside it unless there is a folder for pages."""
+    return Path(output_dir or path.parent, f"{path.stem}.crossover.html").resolve()
 
 
 def check_paths(settings: DetectSettings, files: list[Path], pages: list[Path]) -> None:
@@ -271,8 +268,6 @@ def run(settings: DetectSettings) -> dict[str, Any]:
     pages = [page_path(path, settings.output_dir) for path in files]
     check_paths(settings, files, pages)
     natural = find_texts(settings.natural_text)
-    both = {path.resolve() for path in files} & {text.path.resolve() for text in natural}
-    require(not both, f"{', '.join(map(str, both))}: to be read, and natural text: leave one out")
 
     # the model and its reader
     name = str(settings.reward_model_path or settings.generator)

@@ -18,7 +18,7 @@ from reading.posterior import Reading
 from reward.heads import RewardModel
 
 NEARBY = 70  # characters shown of the beginning of a passage
-MOST_SHOWN = 10  # passages in the terminal
+MOST_SHOWN = 10  # passages in the terminal; the page has all
 
 
 def find_passages(ends: np.ndarray, reading: Reading, ways: tuple[str, ...]) -> dict[str, Any]:
@@ -64,8 +64,6 @@ def describe_passages(name: str, text: str, figures: dict[str, Any]) -> list[str
         end = passage["end"]
         quote = " ".join(text[start:end][:NEARBY].split())
         lines.append(f'  {start:,} to {end:,}, P(natural) {passage["natural"]:.2f}: "{quote}"')
-    if len(passages) > MOST_SHOWN:
-        lines.append(f"  and {len(passages) - MOST_SHOWN} more, on the page")
     if figures["crossover"]:
         low, high = figures["crossover"]
         lines.append(

@@ -129,7 +129,7 @@ REFUSED = """
 --output_path reward.pt => reward.pt would replace a file or another page
 --output_path /dev/null => /dev/null would replace a file or another page
 --reader_path reward.pt => reader_path=reward.pt: must end in .reader.pt
---natural_text mixed.txt => to be read, and natural text: leave one out
+--natural_text mixed.txt => is one of the natural texts that the reader was fitted on
 """
 
 
@@ -174,7 +174,7 @@ def test_a_pipe_is_read_once(reading, tmp_path):
     os.mkfifo("pipe/essay")
     text = (tmp_path / "mixed.txt").read_text()
     threading.Thread(target=Path("pipe/essay").write_text, args=(text,)).start()
-    found = figures_of(reading, text=["pipe/essay"])
+    found = figures_of(reading, text=["pipe/essay"], output_dir=".")
     assert abs(found["pipe/essay"]["passages"][0]["start"] - 300) < 20
     assert (tmp_path / "essay.crossover.html").exists()
 
