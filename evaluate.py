@@ -7,7 +7,6 @@ printed and, with --output_path, as JSON.
 """
 
 import functools
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -217,9 +216,7 @@ def measure_losses(
     figures["tokens"] = num_tokens
     if corpus.tokenizer.method != "ids":  # these have no text
         text = corpus.tokenizer.decode(tokens[-num_tokens:])
-        bits = figures["loss"] * num_tokens / math.log(2)
         figures["characters_per_token"] = len(text) / num_tokens
-        figures["bits_per_byte"] = bits / len(text.encode())
     return figures
 
 

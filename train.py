@@ -293,7 +293,8 @@ def train(
 
     # loop
     # A run that was interrupted between evaluations may be resumed with no steps left.
-    if not run.is_resumed or run.evaluated < run.step >= settings.max_iters:
+    has_ended = run.step >= settings.max_iters or best.reason() != ""
+    if run.evaluated < run.step and (has_ended or not run.is_resumed):
         evaluate(run.step)
     computed_model: Any = torch.compile(model) if settings.compile else model
     trained_model: Any = parallel(computed_model, ranks)

@@ -7,8 +7,7 @@ The settings of a script are one dataclass. A field is `name: type = default`, o
 
 A settings file contains plain assignments, as nanoGPT's do. It is read as data: nothing in it is
 executed. A dict is a section: `train = dict(max_iters=300)` is for train.py only, and
-`--section NAME` selects the section of another name. `base = "NAME.py"` starts from the settings of
-another file in the same folder.
+`--section NAME` selects the section of another name.
 
 The values of the file become words in front of those of the command line, and tyro parses both: the
 last value of an option wins. tyro reports unknown names or the first wrong type; all values that

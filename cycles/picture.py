@@ -34,17 +34,16 @@ def draw_picture(results: Results) -> str:
     with matplotlib.style.context(["default", STYLE]):  # ignores the user's matplotlibrc
         figure = Figure(figsize=(4.5, 3.5), layout="constrained")
         axes = figure.subplots()
-        for model in models:  # a point for each temperature
+        natural = models[0].figures["natural"]
+        place = (natural["distinct_pairs"], natural["judge_loss"])
+        for model in models:
             sweep = model.figures["sweep"]
             pairs = [point["distinct_pairs"] for point in sweep]
             losses = [point["judge_loss"] for point in sweep]
-            axes.plot(pairs, losses, ".-", label=model.label)
-        natural = models[0].figures["natural"]
-        place = (natural["distinct_pairs"], natural["judge_loss"])
-        for model, colour in zip(models, COLOURS, strict=False):  # the table's values, if any
-            if "judge_loss" in model.figures:
+            (curve,) = axes.plot(pairs, losses, ".-", label=model.label)  # a point a temperature
+            if "judge_loss" in model.figures:  # the value of the table, a short bar
                 judged = model.figures["judge_loss"]
-                axes.plot(place[0], judged, "_", color=colour, markersize=16, markeredgewidth=2)
+                axes.plot(place[0], judged, "_", color=curve.get_color(), markersize=16)
         axes.plot(*place, "*", color=GREY, markersize=12, label="natural text")
         axes.axvline(place[0], color=GREY, linestyle="--", linewidth=1)
         axes.set(

@@ -25,11 +25,15 @@ KINDS = {  # of models, by the kind of the stage that makes them
     "control_sampled": "GRPO, sampled tokens",
     "control_natural": "same size, natural text",
 }
-# The losses that are compared, and the losses of the blocks of text, or of the folds of samples.
-PAIRED = {"calibrated_loss": "blocks", "judge_loss": "judge_by_fold"}
-MEASURES = {"judge_loss": "text", "calibrated_loss": "loss on unseen text"}
+# The losses that are compared, text first, and their values by fold of samples or block of text.
+PAIRED = {"judge_loss": "judge_by_fold", "calibrated_loss": "blocks"}
 DIGITS = 3  # of differences
-STANDINGS = {"better": "worse", "worse": "better"}  # of a model, by the policy's verdict
+STANDINGS = {  # of a model, by what decides and the policy's verdict
+    ("judge_loss", "worse"): "writes better text",
+    ("judge_loss", "better"): "writes worse text",
+    ("calibrated_loss", "worse"): "has a lower loss on unseen text",
+    ("calibrated_loss", "better"): "has a higher loss on unseen text",
+}
 # The numbers of generator and policy: form and label. The last three that are measured are shown.
 NUMBERS = {
     "calibrated_loss": (".3f", "calibrated loss on unseen text, nats per character"),
@@ -67,14 +71,19 @@ class Model:
         return "no difference shown"
 
     def standing(self) -> str:
-        """Return whether this model is better or worse than the policy, and in what: in its text,
-        or else, if the texts show no difference, in its loss.
-        """
-        for name, measure in MEASURES.items():
-            verdict = self.verdict(name)
-            if verdict in STANDINGS:
-                return f"{STANDINGS[verdict]} in {measure}"
-        return "as good, as far as is shown"
+        """Return what is shown of this model beside the policy, of its text or else its loss."""
+        return STANDINGS.get(self.decision(), "is as good, as far as is shown")
+
+    def is_worse(self) -> bool:
+        """Return whether this model is shown to be worse than the policy."""
+        return self.decision()[1] == "better"
+
+    def decision(self) -> tuple[str, str]:
+        """Return the first loss in which a difference is shown, and the policy's verdict."""
+        for name in PAIRED:
+            if (name, self.verdict(name)) in STANDINGS:
+                return name, self.verdict(name)
+        return "", ""
 
 
 class Results:

@@ -3,9 +3,15 @@
 python run_cycles.py --text my_novel.txt --natural_text other_novels/
 """
 
+import math
+
 from cycles.results import Results
 
 RIVALS = ("control_plain", "control_distil")  # which need no more than GRPO does
+REASONS = {  # for the policy, against models that are not worse
+    "natural_model": "the natural model is too large for you",
+    "control_natural": "you do not have the text that the natural model learned",
+}
 
 
 def headline(results: Results) -> list[str]:
@@ -44,16 +50,19 @@ def purpose(results: Results) -> str:
     """
     if results.task or not results.cycle:
         return ""
-    rivals = []
-    for kind, model in results.by_kind.items():
-        if kind in RIVALS and not model.standing().startswith("worse"):
-            rivals.append(model)
-    if rivals:
-        best = min(rivals, key=lambda model: model.figures.get("judge_loss", 0.0))
-        return f"Use {best.label} instead: it is {best.standing()}."
-    if results.has_gained():
-        return (
-            "Keep the policy if the natural model is too large for you, and you do not have the "
-            "text that it learned."
-        )
-    return ""
+    models = results.by_kind
+    rivals = [models[kind] for kind in RIVALS if kind in models]
+    if not rivals:
+        return "The policy is not compared with plain training and distillation."
+    equal = [model for model in rivals if not model.is_worse()]
+    if equal:
+        best = min(equal, key=lambda model: model.figures.get("judge_loss", math.inf))
+        return f"Use {best.label} instead: it {best.standing()}."
+    if not results.has_gained():
+        return ""
+    reasons = [
+        reason for kind, reason in REASONS.items() if kind in models and not models[kind].is_worse()
+    ]
+    if not reasons:
+        return "Keep the policy."
+    return f"Keep the policy if {' and '.join(reasons)}."

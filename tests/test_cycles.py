@@ -197,18 +197,22 @@ def test_figures_are_in_final_units():
 def test_what_the_policy_is_for(tmp_path):
     """A control that needs no more and is not worse is named, the better one of two."""
     page = make_page(make_ledger(tmp_path))
-    assert purpose(results_of()) == "Use distillation instead: it is better in text."
-    assert "Use distillation instead: it is better in text." in page
-    assert "The natural model is better in text; it has\n4.0 times the policy's parameters" in page
-    assert "and writes\n4.0 times slower." in page
-    assert "the natural model's text is as good, as far as is shown." in page.replace("\n", " ")
+    assert purpose(results_of()) == "Use distillation instead: it writes better text."
+    assert "Use distillation instead: it writes better text." in page
+    assert "The natural model writes better text. It has\n4.0 times the policy's" in page
+    assert "\n0.25 of its speed." in page
+    assert "the same text as the natural model is as good, as far as is shown." in page
     worse = {name: evaluated(2.3, 0.2, 1.9, 0.3) for name in CONTROLS}
-    assert purpose(results_of(controls_v2=worse)).startswith("Keep the policy if the natural mod")
+    found = purpose(results_of(controls_v2=worse))
+    assert found == "Keep the policy if the natural model is too large for you."
     equal = {**worse, "control_plain_v2": evaluated(1.95, 0.2, 1.77, 0.3, -0.05)}
     found = purpose(results_of(controls_v2=equal))
     assert found == "Use plain training instead: it is as good, as far as is shown."
     nothing = {**MODELS, "base_model_v2": evaluated(2.6, 0.2, 1.95, 0.6)}
-    assert purpose(results_of(evaluation_v2=nothing, controls_v2=None)) == ""
+    worst = {name: evaluated(2.9, 0.2, 1.9, 0.3) for name in CONTROLS}
+    assert purpose(results_of(evaluation_v2=nothing, controls_v2=worst)) == ""
+    found = purpose(results_of(controls_v2=None))
+    assert found == "The policy is not compared with plain training and distillation."
 
 
 def rewarded(reward: float) -> dict:
@@ -378,17 +382,14 @@ def test_page(tmp_path):
     assert page.count("data:image/png;base64,") == 1
     assert not re.search(r"(src|href)=\"?http", page)
     assert page.index("The judge is a character n-gram model") < page.index("Before and after")
-    assert "No model has read the judge's text." in page
+    assert "No model that this run trained has read the judge's text." in page
     for model in ledger.records["evaluation_v2"]["figures"].values():
         model["quality"]["judge_text"] = "natural"
-    assert "The natural model has read the judge's text." in make_page(ledger)
+    assert "learned the natural text have read the judge's text." in make_page(ledger)
     ledger.about["settings"]["natural_dataset"] = "data/plays"
-    assert "All models have read the judge's text," in make_page(ledger)
-    del ledger.about["planned"]["natural_model_v1"]  # it is the user's own
+    assert "All models that this run trained have read the judge's text," in make_page(ledger)
     ledger.about["settings"]["natural_model"] = "mine.pt"
-    figures = ledger.records["evaluation_v2"]["figures"]
-    figures["natural_model"] = figures.pop("natural_model_v1")
-    assert "The natural model may have read the judge's text." in make_page(ledger)
+    assert "the natural model\nis mine.pt." in make_page(ledger)
 
 
 def test_page_with_missing_parts(tmp_path, capsys):

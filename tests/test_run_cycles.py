@@ -114,7 +114,7 @@ def test_artefacts_and_ledger(unbroken, corpus):
     page = (out / "report.html").read_text()
     lines = printed.partition("No gain in the model's text is shown.\n")[2].splitlines()
     assert "<h1>No gain in the model's text is shown.</h1>" in html.unescape(page)
-    assert " times the policy's parameters and writes" in page and lines[0] in page
+    assert " times the policy's parameters and" in page and lines[0] in page
     assert f"-> {found['base_model_v2']['fresh_p_natural']:.2f}" in lines[-3]
     assert lines[-2:] == [f"Ledger: {out}/cycles.json", f"Page: {out}/report.html"]
     heading = "##### 10 of 10, reward_model_v1.reader: detect"

@@ -56,6 +56,7 @@ class Run:
         self.reason = ""  # why the loop ended
         self.parts: dict[str, Any] = {}
         self.saved: dict[str, Any] = {}  # parts of the state that a resumed run has read
+        self.evaluated = -1  # the last step that the run before has evaluated, if it is known
         self.is_resumed = settings.init_from == "resume"
         if ranks.rank == 0:
             lock_output(self.output)
@@ -72,8 +73,6 @@ class Run:
         self.records = RunLog(self.output.with_suffix(".jsonl"), last_kept)
         self.log = self.records.log
         self.tracker_id = self.saved.get("tracker_id", secrets.token_hex(8))
-        # The last step that the run before has evaluated; older states do not know it.
-        self.evaluated = self.saved.get("evaluated", self.step)
         self.track(tracker_id=self.tracker_id, evaluated=self.evaluated)
 
     def _read_state(self) -> None:
@@ -82,6 +81,7 @@ class Run:
         with self.reading_state():
             self.step = int(state["step"])
             self.saved = dict(state["parts"])
+            self.evaluated = int(self.saved.get("evaluated", -1))
             known = state["identity"]
             compared = {
                 name: now for name, now in self.identity.items() if known.get(name) != FAILED
@@ -142,7 +142,6 @@ class Run:
                 self.step += 1
                 self.bar.update()
             self._write_state(self.step)
-            print0(f"Step {self.step} is saved in {self.state_path}")
         raise KeyboardInterrupt
 
     @contextlib.contextmanager
