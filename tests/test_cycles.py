@@ -200,7 +200,7 @@ def test_what_the_policy_is_for(tmp_path):
     assert purpose(results_of()) == "Use distillation instead: it writes better text."
     assert "Use distillation instead: it writes better text." in page
     assert "The natural model writes better text. It has\n4.0 times the policy's" in page
-    assert "\n0.25 of its speed." in page
+    assert "\n0.2 of its speed." in page
     assert "the same text as the natural model is as good, as far as is shown." in page
     worse = {name: evaluated(2.3, 0.2, 1.9, 0.3) for name in CONTROLS}
     found = purpose(results_of(controls_v2=worse))
