@@ -358,7 +358,7 @@ def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
         end_in_call(patch, train_grpo, "sample", 3, terminate)
         assert call("train_grpo", **parts).status == 130
     assert [record["step"] for record in records_of(parts)] == [0, 1, 2, 3]
-    ended = {**parts, "output_path": tmp_path / "ended" / "policy.pt", "max_steps": 3}
+    ended = {**parts, "output_path": tmp_path / "ended" / "policy.pt", "max_steps": 2}
     shutil.copytree(tmp_path / "parts", tmp_path / "ended")
     succeed("train_grpo", **ended, init_from="resume")
     assert "select_loss" in records_of(ended)[-1]  # evaluated, though nothing was left to train

@@ -153,7 +153,7 @@ def test_an_interrupted_run_with_no_steps_left_is_evaluated(tmp_path, corpus, mo
     with monkeypatch.context() as patch:
         end_in_call(patch, train, "get_batch", 3, terminate)
         assert call("train", **options).status == 130
-    succeed("train", **{**options, "init_from": "resume", "max_iters": 3})
+    succeed("train", **{**options, "init_from": "resume", "max_iters": 2})
     assert load_checkpoint(tmp_path / "model_checkpoint.pt")["training"]["step"] == 3
 
 
