@@ -142,12 +142,13 @@ def sizes_for(
         sizes["train"]["dropout"] = 0.0
         sizes["control_plain"]["dropout"] = 0.0
         max_iters["control_plain"] = steps + FAST_GRPO_STEPS
-        # A generator that is near to the natural model needs smaller steps.
-        grpo["learning_rate"] = 1.5e-3
     if num_natural_tokens < LONG_TEXT:
         sizes["natural_model"]["dropout"] = 0.1
         sizes["control_natural"]["dropout"] = 0.1
         max_iters["natural_model"] = 1250
+    if num_natural_tokens == num_tokens and longest is None:
+        # The natural model has read nothing else, and is near to the generator.
+        grpo["learning_rate"] = 6e-4
     share = 1.0
     if vocab_size > LARGE_VOCABULARY:  # its steps take longer
         share = 0.5

@@ -118,8 +118,8 @@ def test_sizes_follow_the_length():
     long = sizes_for(2_000_000, 2_000_000, 4096)
     assert (long["train"]["dropout"], long["train"]["max_iters"]) == (0.0, 1500)
     assert (long["control_plain"]["max_iters"], long["natural_model"]["max_iters"]) == (2950, 1250)
-    assert short["train_grpo"] == {}
-    expected = {"learning_rate": 1.5e-3, "prompts_per_step": 24}
+    assert default["train_grpo"] == {}
+    expected = {"learning_rate": 6e-4, "prompts_per_step": 24}
     assert long["train_grpo"] == long["control_distil"] == expected
     given = sizes_for(80_000, 80_000, 320, longest=70)
     assert "natural_model" not in given and given["train"]["block_size"] == 70
