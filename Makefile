@@ -27,7 +27,7 @@ setup-dev: setup ## install requirements-dev.txt too: what tests, linter and typ
 		$(PYTHON) -m pip install --disable-pip-version-check -r requirements-dev.txt; \
 		cp requirements-dev.txt $(DEV_STAMP); }
 
-run: setup ## train a generator of one play of Shakespeare, improve it by GRPO, then its controls (8 minutes)
+run: setup ## train a generator of one play of Shakespeare, improve it by GRPO, then its controls (13 minutes)
 	$(PYTHON) run_cycles.py --config $(CONFIG) $(ARGS)
 
 test: setup-dev ## run the tests, in as many processes as there are cores
