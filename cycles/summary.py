@@ -53,7 +53,7 @@ def purpose(results: Results) -> str:
     models = results.by_kind
     rivals = [models[kind] for kind in RIVALS if kind in models]
     if not rivals:
-        return "The policy is not compared with plain training and distillation."
+        return "The policy is not yet compared with plain training and distillation."
     equal = [model for model in rivals if not model.is_worse()]
     if equal:
         best = min(equal, key=lambda model: model.figures.get("judge_loss", math.inf))

@@ -212,7 +212,7 @@ def test_what_the_policy_is_for(tmp_path):
     worst = {name: evaluated(2.9, 0.2, 1.9, 0.3) for name in CONTROLS}
     assert purpose(results_of(evaluation_v2=nothing, controls_v2=worst)) == ""
     found = purpose(results_of(controls_v2=None))
-    assert found == "The policy is not compared with plain training and distillation."
+    assert found == "The policy is not yet compared with plain training and distillation."
 
 
 def rewarded(reward: float) -> dict:
