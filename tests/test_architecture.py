@@ -32,7 +32,7 @@ from helpers import settings_of
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
     "nodes of the product": 40_611,
-    "nodes of tests": 42_884,
+    "nodes of tests": 42_871,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
     "nodes per line": 5.8,
@@ -45,7 +45,7 @@ BUDGETS = {
     "options of train": 36,
     "options of train_grpo": 26,
     "options of train_reward_model": 14,
-    "options of prepare_reward_data": 18,
+    "options of prepare_reward_data": 17,
     "options of run_cycles": 9,
     "options of evaluate": 13,
     "options of sample": 9,
@@ -54,7 +54,7 @@ BUDGETS = {
     "options of data/shakespeare_char/prepare": 0,  # those of every corpus
     "options of interop/export": 3,
     "options of detect": 11,
-    "options of all scripts": 148,
+    "options of all scripts": 147,
 }
 # Which modules a script may load, by folder or name. grpo in evaluate is not needed, but loaded
 # today.
