@@ -81,8 +81,9 @@ class Model:
     def decision(self) -> tuple[str, str]:
         """Return the first loss in which a difference is shown, and the policy's verdict."""
         for name in PAIRED:
-            if (name, self.verdict(name)) in STANDINGS:
-                return name, self.verdict(name)
+            decision = (name, self.verdict(name))
+            if decision in STANDINGS:
+                return decision
         return "", ""
 
 
