@@ -5,18 +5,17 @@
 Each stage runs a script in this process and makes a file or folder in out_dir:
 base_model_v1.pt and natural_model_v1.pt; in cycle n reward_data_vn, reward_model_vn.pt,
 base_model_v(n+1).pt and evaluation_v(n+1).json. The controls, if the settings file
-has their sections, are control_plain_v(n+1).pt, control_distil_v(n+1).pt, control_natural_v2.pt
-and, with a task, control_sampled_v(n+1).pt; controls_v(n+1).json is their evaluation. cycles.json
-is the ledger of results; report.html is the report, written after each stage. A stage is done if
-its artefact exists and the ledger has the same settings and hashes of inputs: repeat the command to
-continue.
+has their sections, are control_plain_v(n+1).pt, control_distil_v(n+1).pt and
+control_natural_v2.pt; controls_v(n+1).json is their evaluation. cycles.json is the ledger of
+results; report.html is the report, written after each stage. A stage is done if its artefact exists
+and the ledger has the same settings and hashes of inputs: repeat the command to continue.
 """
 
 import gc
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,6 @@ SECTIONS: dict[str, type[Settings]] = {
     "detect": DetectSettings,
     "control_plain": FurtherTrainSettings,
     "control_distil": GRPOSettings,
-    "control_sampled": GRPOSettings,
     "control_natural": FurtherTrainSettings,
 }
 
@@ -222,18 +220,17 @@ def make_own_corpora(
     return sizes_for(num_tokens, num_natural_tokens, vocab_size, longest)
 
 
-def default_folder(sources: Sequence[str]) -> str:
-    """Return out/ and the name of the first source; raise UserError if it holds a run of other
-    sources.
+def check_sources(folder: Path, sources: Sequence[str], key: Callable[[str], str]) -> None:
+    """Raise UserError if a folder holds a run of other texts, or of another settings file.
+
+    key: what of their paths must agree.
     """
-    folder = Path("out", Path(sources[0]).stem)
-    earlier = list(map(os.path.abspath, Ledger(folder).about.get("sources", sources)))
+    earlier = Ledger(folder).about.get("sources", sources)
     require(
-        earlier == sources,
+        list(map(key, earlier)) == list(map(key, sources)),
         f"{folder} holds a run of {', '.join(earlier)}, and this one is of "
         f"{', '.join(sources)}: choose another folder with --out_dir",
     )
-    return str(folder)
 
 
 def main() -> None:
@@ -247,7 +244,10 @@ def main() -> None:
     settings = sections["run_cycles"]
     settings.errors().raise_if_any()
     sources = list(map(os.path.abspath, settings.text or [config or "cycles"]))
-    settings.out_dir = str(Path(settings.out_dir or default_folder(sources)))
+    folder = Path(settings.out_dir or f"out/{Path(sources[0]).stem}")
+    # A run that is named may have moved, with what it is of.
+    check_sources(folder, sources, os.path.basename if settings.out_dir else os.path.abspath)
+    settings.out_dir = str(folder)
     used = {*contents, *[name.partition(".")[0] for name in given]}
     check_plan(make_plan(sections, used), sections, given)
 

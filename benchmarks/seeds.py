@@ -13,6 +13,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,11 @@ class SeedsSettings(Settings):
 
     run_config: str = "config/shakespeare_library_cpu.py"
     """settings file of run_cycles.py"""
+    options: tuple[str, ...] = ()
+    """further options of run_cycles.py, as --options=--dataset=shakespeare_five"""
+    sections: tuple[str, ...] = SECTIONS
+    """its sections that get the seed; of the controls only these are trained, unless the settings
+    file has others"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """the seeds"""
     out_dir: str = "out/seeds"
@@ -72,8 +78,8 @@ def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dic
     """Run the loop with a seed, beside others if `parallel` > 1; return figures of its models."""
     folder = Path(settings.out_dir, str(seed))
     command = [sys.executable, str(ROOT / "run_cycles.py"), f"--config={settings.run_config}"]
-    command.append(f"--out_dir={folder}")
-    for section in SECTIONS:
+    command += [f"--out_dir={folder}", *settings.options]
+    for section in settings.sections:
         # The models of the natural text have other weights than the generator, and each other.
         stage_seed = seed + {"natural_model": 1000, "control_natural": 2000}.get(section, 0)
         command.append(f"--{section}.seed={stage_seed}")
@@ -92,6 +98,17 @@ def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dic
         found = page_figures(records[name]) if name in records else {}
         figures[name] = {figure: found.get(figure) for figure in FIGURES}
     return figures
+
+
+def print_table(values: Mapping[str, np.ndarray], figures: Sequence[str], policy: str) -> None:
+    """Print the means of models' figures (figures, seeds), and a policy's paired differences."""
+    print(f"| model | {' | '.join(figures)} |\n| --- |{' --- |' * len(figures)}")
+    for name, of_model in values.items():
+        print(f"| {name} | {' | '.join(map(interval, of_model))} |")
+    print("\nPolicy - model:")
+    for name in [name for name in values if name != policy]:
+        for figure, differences in zip(figures, values[policy] - values[name], strict=True):
+            print(f"{name}, {figure}: {by_seed(differences)}")
 
 
 def interval(values: np.ndarray) -> str:
@@ -132,16 +149,11 @@ def main() -> None:
     if settings.output_path is not None:
         write_json(settings.output_path, {str(seed): results[seed] for seed in results})
 
-    print(f"| model | {' | '.join(FIGURES)} |\n| --- |{' --- |' * len(FIGURES)}")
     values = {}
     for name in MODELS:
         rows = [list(models[name].values()) for models in results.values()]
         values[name] = np.array(rows, float).T  # a row for each figure; None becomes NaN
-        print(f"| {name} | {' | '.join(map(interval, values[name]))} |")
-    print("\nPolicy - model:")
-    for name in [name for name in MODELS if name != POLICY]:
-        for figure, differences in zip(FIGURES, values[POLICY] - values[name], strict=True):
-            print(f"{name}, {figure}: {by_seed(differences)}")
+    print_table(values, FIGURES, POLICY)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from benchmarks.seeds import by_seed, interval
-from benchmarks.task_rewards import TASKS
 from common.files import read_json
 from common.log import print0
 from common.process import run_main
@@ -51,7 +50,7 @@ def curve_difference(curve: np.ndarray, other: np.ndarray) -> float:
 
 def points_of(records: Sequence[Record], task: str, loss: str = "judge_loss") -> np.ndarray:
     """Return the task rewards and the losses (n, 2) of models, at natural diversity."""
-    figures = [record["at_natural"] for record in records]
+    figures = [{**record, **record["at_natural"]} for record in records]
     return np.array([[each[task], each[loss]] for each in figures])
 
 
@@ -59,15 +58,17 @@ def show(results: dict[str, Any], picture: Path) -> None:
     """Print a table and the differences of each task, and draw the curves."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    families = list(dict.fromkeys(record["family"] for record in results["policies"]))
-    for axes, task in zip(figure.subplots(1, len(TASKS)), TASKS, strict=True):
+    policies = results["policies"]
+    families = list(dict.fromkeys(record["family"] for record in policies))
+    tasks = list(dict.fromkeys(record["task"] for record in policies))
+    figure = Figure(figsize=(6 * len(tasks), 5), layout="constrained")
+    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
         print0(f"\n{task}\n\n| model | task reward | {' | '.join(FIGURES)} | diversity reached |")
         print0(f"| --- | --- |{' --- |' * (len(FIGURES) + 1)}")
         for name in ("natural", "starts", "distilled"):
             print_row(results[name], task, name)
         for family in families:
-            members = select(results["policies"], task=task, family=family)
+            members = select(policies, task=task, family=family)
             means = []
             for weight in sorted({record["weight"] for record in members}):
                 seeds = select(members, weight=weight)
@@ -78,9 +79,10 @@ def show(results: dict[str, Any], picture: Path) -> None:
             axes.plot(*points_of(members, task).T, ".", color=axes.lines[-1].get_color(), alpha=0.4)
         axes.set(title=task, xlabel="task reward", ylabel="judge's loss, nats per character")
         axes.legend()
-        print0("\nJudge's loss at equal task reward:")
+        print0("\nJudge's loss, then calibrated loss, at equal task reward:")
         for other, family in combinations(families, 2):
-            print_difference(results["policies"], task, family, other)
+            for loss in ("judge_loss", "calibrated_loss"):
+                print_difference(policies, task, family, other, loss)
     figure.savefig(picture, dpi=120)
     print0(f"\nSaved {picture}")
 

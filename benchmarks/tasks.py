@@ -1,13 +1,13 @@
-"""Train policies on a task, with the task's reward alone and with the crossover reward beside it.
+"""Train policies on a task beside the crossover reward, and on the task after distilling first.
 
     python benchmarks/tasks.py --parallel 2
 
 Reads the models that benchmarks/seeds.py makes in out/seeds/SEED, and their corpora. For each task
-and seed, train_grpo.py trains families of policies that differ in one weight: FAMILIES. Two of them
-start as the generator, two as a model that has first been distilled from the mixture of the
-generator's reward model. The seconds of distilling count: a policy takes at most 100 seconds of one
-thread with them. Those of reward data and reward models are counted apart.
-Writes out_dir/results.json and a picture; benchmarks/task_curves.py has the verdicts. Policies of
+and seed, train_grpo.py trains two families of policies, which differ in one weight: FAMILIES. One
+starts as the generator. The other starts as a model that has first been distilled from the mixture
+of the generator's reward model, and its KL to that start is what has a weight. A policy takes about
+100 seconds of one thread, distilling included.
+Writes out_dir/results.json and a picture; benchmarks/task_curves.py has the verdict. Policies of
 the same options in results.json are not trained again; choose another out_dir to start over.
 """
 
@@ -20,11 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import torch
 
 from benchmarks.task_curves import Record, show
@@ -33,7 +32,7 @@ from common.files import read_json, write_json
 from common.log import print0
 from common.process import require, run_main
 from common.settings import Settings, parse_settings, setting
-from data_loader import open_corpus
+from data_loader import open_corpus, open_token_file
 from evaluate import EvaluateSettings, load_model, load_text_quality, measure_losses
 from lm.checkpoint import load_checkpoint
 from lm.completions import Completer
@@ -48,17 +47,8 @@ COMMON = {
     "lr_schedule": "linear",
     "overwrite": True,
 }
-# As many steps as take 65 seconds of one thread, evaluations included. Beside the crossover reward,
-# a policy that starts as the generator also has the 35 seconds that distilling takes. With the task
-# alone more steps end at a plateau.
-ALONE = {"prompts_per_step": 16, "group_size": 8, "learning_rate": 2e-3, "max_steps": 80}
-CROSSOVER = {
-    "prompts_per_step": 12,
-    "group_size": 4,
-    "updates_per_step": 3,
-    "learning_rate": 2e-3,
-    "max_steps": 80,
-}
+# As many steps as take 65 seconds of one thread, evaluations included. A policy that starts as the
+# generator also has the 35 seconds that distilling takes.
 DISTIL = {
     "prefixes": "natural",
     "prompts_per_step": 48,
@@ -67,25 +57,38 @@ DISTIL = {
     "max_steps": 75,
 }
 FAMILIES = {
-    "alone": ALONE,
-    "distilled, alone": {**ALONE, "learning_rate": 1e-3},
-    "crossover": {**CROSSOVER, "learning_rate": 1e-3, "max_steps": 130},
-    "distilled, crossover": CROSSOVER,
+    "distilled, alone": {
+        "prompts_per_step": 16,
+        "group_size": 8,
+        "learning_rate": 1e-3,
+        "max_steps": 80,
+    },
+    "crossover": {
+        "prompts_per_step": 12,
+        "group_size": 4,
+        "updates_per_step": 3,
+        "learning_rate": 1e-3,
+        "max_steps": 130,
+    },
 }
 
 
 @dataclass
 class TasksSettings(Settings):
-    """Follow a task by GRPO, with its reward alone and beside the crossover reward."""
+    """Follow a task by GRPO beside the crossover reward, and after distilling."""
 
-    seeds: tuple[int, ...] = (2, 3, 4, 5, 6)
+    tasks: tuple[Literal["no_letter_e", "short_lines"], ...] = ("no_letter_e",)
+    """the tasks: functions of benchmarks/task_rewards.py"""
+    seeds: tuple[int, ...] = (1, 2, 3)
     """seeds of GRPO; the models of each are in its folder in seeds_dir"""
     seeds_dir: str = "out/seeds"
     """folder of the runs of benchmarks/seeds.py"""
     out_dir: str = "out/tasks"
     """folder for policies, results.json and tasks.png"""
+    split: Literal["test", "val"] = "test"
+    """the play on which the policies are measured; val: to choose settings"""
     kl_weights: tuple[float, ...] = (0.04, 0.3, 1.0)
-    """weights of the KL to the start beside the task's reward alone"""
+    """weights of the KL to the distilled model beside the task's reward"""
     function_weights: tuple[float, ...] = (2.0, 4.0, 8.0)
     """weights of the task's reward beside the crossover reward"""
     parallel: int = setting(1, minimum=1)
@@ -95,11 +98,9 @@ class TasksSettings(Settings):
 def arms_of(settings: TasksSettings) -> list[Record]:
     """Return all arms: task, family, weight, seed, and the options of train_grpo.py."""
     arms = []
-    for seed, task, family in product(settings.seeds, TASKS, FAMILIES):
-        weights = settings.function_weights
-        if family.endswith("alone"):
-            weights = settings.kl_weights
-        for weight in weights:
+    weights = {"crossover": settings.function_weights, "distilled, alone": settings.kl_weights}
+    for seed, task, family in product(settings.seeds, settings.tasks, FAMILIES):
+        for weight in weights[family]:
             options = options_of(settings, seed, task, family, weight)
             arm = {"task": task, "family": family, "weight": weight, "seed": seed}
             arms.append({**arm, "options": options})
@@ -110,85 +111,46 @@ def options_of(
     settings: TasksSettings, seed: int, task: str, family: str, weight: float
 ) -> dict[str, Any]:
     """Return the options of train_grpo.py for a policy."""
-    start, reward_model, _ = models_of(settings, seed, family)
     name = family.replace(", ", "_")
     options = {
         **COMMON,
         **FAMILIES[family],
         "seed": seed,
-        "base_model_path": start,
         "reward_function": f"{ROOT}/benchmarks/task_rewards.py:{task}",
         "eval_interval": FAMILIES[family]["max_steps"] // 2,
         "output_path": f"{settings.out_dir}/{task}_{name}_{weight:g}_seed_{seed}.pt",
     }
-    if family.endswith("alone"):
-        options["beta"] = weight
-    else:
-        options["reward_model_path"] = reward_model
+    if family == "crossover":
+        options["base_model_path"] = f"{settings.seeds_dir}/{seed}/base_model_v1.pt"
+        options["reward_model_path"] = f"{settings.seeds_dir}/{seed}/reward_model_v1.pt"
         options["function_weight"] = weight
+    else:
+        options["base_model_path"] = distilled(settings, seed)
+        options["beta"] = weight
     return options
 
 
-def models_of(settings: TasksSettings, seed: int, family: str) -> tuple[str, str, str]:
-    """Return the paths of a family's start, its reward model and that model's reward data."""
-    folder = settings.seeds_dir
-    start = "base_model_v1"
-    if family.startswith("distilled"):
-        folder = settings.out_dir
-        start = "distilled"
-    folder = f"{folder}/{seed}"
-    return f"{folder}/{start}.pt", f"{folder}/reward_model_v1.pt", f"{folder}/reward_data_v1"
+def distilled(settings: TasksSettings, seed: int) -> str:
+    """Return the path of the model that is distilled from a seed's generator."""
+    return f"{settings.out_dir}/{seed}/distilled.pt"
 
 
-def distil(settings: TasksSettings, seed: int) -> Record:
-    """Distil a seed's generator, and make a reward model of the result, unless they are there.
-
-    Return the seconds of distilling, and those of reward data and reward model.
-    """
-    generator, teacher, _ = models_of(settings, seed, "alone")
-    start, reward_model, data = models_of(settings, seed, "distilled, alone")
-    path = Path(start).with_name("seconds.json")
-    if path.is_file():
-        return read_json(path)
-    corpus = open_corpus(PLAY, 2).folder
-    distilling = run_script(
+def distil(settings: TasksSettings, seed: int) -> float:
+    """Distil a seed's generator, unless that is done; return the seconds, 0 if it is."""
+    path = distilled(settings, seed)
+    if Path(path).is_file():
+        return 0.0
+    return run_script(
         "train_grpo",
-        start,
+        path,
         **COMMON,
         **DISTIL,
         seed=seed,
-        base_model_path=generator,
-        reward_model_path=teacher,
+        base_model_path=f"{settings.seeds_dir}/{seed}/base_model_v1.pt",
+        reward_model_path=f"{settings.seeds_dir}/{seed}/reward_model_v1.pt",
         eval_interval=DISTIL["max_steps"],
-        output_path=start,
+        output_path=path,
     )
-    drawing = run_script(
-        "prepare_reward_data",
-        data,
-        model_path=start,
-        input_mode="binary",
-        train_bin=corpus / "train.bin",
-        val_bin=corpus / "val.bin",
-        samples_per_chunk=10,
-        max_blocks=60,
-        seed=seed,
-        device="cpu",
-        overwrite=True,
-        output_dir=data,
-    )
-    fitting = run_script(
-        "train_reward_model",
-        reward_model,
-        base_model_path=start,
-        natural_model_path=f"{settings.seeds_dir}/{seed}/natural_model_v1.pt",
-        data_dir=data,
-        device="cpu",
-        overwrite=True,
-        output_path=reward_model,
-    )
-    seconds = {"distilling": distilling, "reward_model": drawing + fitting}
-    write_json(path, seconds)
-    return seconds
 
 
 def run_script(script: str, output: str, **options: Any) -> float:
@@ -206,15 +168,16 @@ def run_script(script: str, output: str, **options: Any) -> float:
 
 
 class Measure:
-    """Measures models on the test text of the play, and the text that they write there."""
+    """Measures models on a play that no model reads, and the text that they write there."""
 
-    def __init__(self, start: str) -> None:
+    def __init__(self, start: str, split: Literal["test", "val"] = "test") -> None:
         """Read the corpora. start: a model, whose context all others have."""
         self.settings = EvaluateSettings(
-            split="test", calibrate=True, samples=300, word_dataset="shakespeare_library"
+            split=split, calibrate=True, samples=300, word_dataset="shakespeare_library"
         )
         self.corpus = open_corpus(PLAY, 2)
-        self.tokens = np.fromfile(self.corpus.folder / "test.bin", np.uint16)
+        path = self.corpus.folder / f"{split}.bin"
+        self.tokens = open_token_file(path, split, self.corpus.tokenizer.vocab_size)
         length = load_checkpoint(start)["config"].block_size
         self.quality = load_text_quality(self.settings, self.corpus, self.tokens, length)
 
@@ -226,7 +189,7 @@ class Measure:
         return figures
 
     def of_natural_text(self) -> Record:
-        """Return the figures of the test text itself, after the same prompts."""
+        """Return the figures of the natural text itself, after the same prompts."""
         rows = self.quality.natural_rows(self.quality.report)
         return {"at_natural": self.figures(self.quality.measure(rows))}
 
@@ -275,15 +238,14 @@ def main() -> None:
     results: dict[str, Any] = {"policies": []}
     if path.is_file():
         results = read_json(path)
-    starts = {}
-    for kind, family in (("starts", "alone"), ("distilled", "distilled, alone")):
-        starts[kind] = [models_of(settings, seed, family)[0] for seed in settings.seeds]
-    measure = Measure(starts["starts"][0])
+    starts = [f"{settings.seeds_dir}/{seed}/base_model_v1.pt" for seed in settings.seeds]
+    measure = Measure(starts[0], settings.split)
     results["natural"] = [measure.of_natural_text()]
     with ThreadPoolExecutor(settings.parallel) as pool:
         results["seconds"] = list(pool.map(lambda seed: distil(settings, seed), settings.seeds))
-        for kind, paths in starts.items():
-            results[kind] = list(pool.map(measure, paths))
+        results["starts"] = list(pool.map(measure, starts))
+        paths = [distilled(settings, seed) for seed in settings.seeds]
+        results["distilled"] = list(pool.map(measure, paths))
         arms = arms_of(settings)
         finished = results["policies"]
         results["policies"] = []

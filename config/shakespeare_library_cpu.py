@@ -127,16 +127,3 @@ control_natural = dict(
     eval_interval=675,
     seed=1339,
 )
-
-# With a task, GRPO of sampled tokens: groups of 8 completions.
-control_sampled = dict(
-    dataset="shakespeare_play",
-    prompts_per_step=16,
-    group_size=8,
-    max_steps=100,
-    optimizer="muon",
-    learning_rate=4e-3,
-    lr_schedule="linear",
-    reward_threshold=1.0,
-    eval_interval=50,
-)

@@ -194,10 +194,6 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
             controls.append(
                 add(train_grpo, "control_distil", cycle, file, **inputs, prefixes="natural")
             )
-        if "control_sampled" in used and is_likelihood and task.reward_function:
-            file = f"control_sampled_v{after}.pt"
-            inputs.update(functions, credit="token")
-            controls.append(add(train_grpo, "control_sampled", cycle, file, **inputs))
         if "control_natural" in used and natural_corpus != corpus:
             if cycle == 1:
                 same_size = add(

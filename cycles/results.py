@@ -22,7 +22,6 @@ KINDS = {  # of models, by the kind of the stage that makes them
     "policy": "policy",
     "control_plain": "plain training",
     "control_distil": "distillation",
-    "control_sampled": "GRPO, sampled tokens",
     "control_natural": "same size, natural text",
 }
 # The losses that are compared, text first, and their values by fold of samples or block of text.

@@ -61,7 +61,6 @@ train_grpo = dict(prompts_per_step=4, group_size=4, max_steps=2, allow_unpredict
 """
 CONTROLS = """
 control_plain = dict(batch_size=8, eval_interval=4, warmup_iters=0, max_iters=6)
-control_sampled = dict(prompts_per_step=4, group_size=4, max_steps=2)
 control_distil = dict(credit='exact', prefixes='natural', prompts_per_step=4, max_steps=2)
 evaluate = dict(samples=20)
 """

@@ -27,7 +27,6 @@ from helpers import (
     weights,
 )
 
-import run_cycles
 from common.files import read_json
 from common.settings import parse_sections, read_config
 from cycles.ledger import Ledger
@@ -297,13 +296,13 @@ def test_controls_of_the_settings(tmp_path):
 
 
 def test_a_task(tmp_path):
-    """The control of sampled tokens learns it too; a stage knows what its file has."""
+    """Only the policy learns it; a stage knows what its file has."""
     file = tmp_path / "my.py"
     file.write_text("f = len")
     words = [f"--train_grpo.reward_function={file}:f", "--train_grpo.group_size=2"]
     stages = {stage.kind: stage for stage in plan(tmp_path, words=words)}
     functions = stages["policy"].settings.reward_function
-    assert functions == stages["control_sampled"].settings.reward_function == (f"{file}:f",)
+    assert functions == (f"{file}:f",)
     assert stages["control_distil"].settings.reward_function is None
     settings = GRPOSettings(dataset="scratch", reward_function=functions)
     before = identity_of(settings)
@@ -348,13 +347,14 @@ def test_all_faults_of_all_sections_are_reported_before_anything_is_made(tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_named_for_a_text_or_settings_file_is_for_that_one(tmp_path, monkeypatch):
-    """Another of the same name needs --out_dir; the same command goes on."""
+def test_a_folder_is_for_one_text_or_settings_file(tmp_path, monkeypatch):
+    """Another one needs another --out_dir, so that no finished run is lost by a forgotten --text."""
     monkeypatch.chdir(tmp_path)
     ledger = Ledger(Path("out/input"))
-    ledger.about = {"sources": ["x/input.txt"]}  # earlier versions kept what was given
+    ledger.about = {"sources": [f"{tmp_path}/x/input.txt"]}
     ledger.write()
-    assert run_cycles.default_folder([f"{tmp_path}/x/input.txt"]) == "out/input"
+    assert "holds" not in refuse_in_one_line("run_cycles", text="x/input.txt")
+    assert "cycles: choose another" in refuse_in_one_line("run_cycles", out_dir="out/input")
     line = refuse_in_one_line("run_cycles", text="y/input.txt")
     sources = f"a run of {tmp_path}/x/input.txt, and this one is of {tmp_path}/y/input.txt"
     assert f"out/input holds {sources}: choose another folder with --out_dir" in line
