@@ -102,7 +102,7 @@ control_distil = dict(
     max_steps=420,
     updates_per_step=3,
     optimizer="muon",
-    learning_rate=5e-3,
+    learning_rate=3e-3,
     lr_schedule="linear",
     eval_interval=105,
 )
