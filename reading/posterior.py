@@ -23,8 +23,8 @@ from common.log import progress
 # from those that calibrate it.
 TAIL = 0.02
 # A passage of natural text, such as a rare name that recurs, can look written for several tokens at
-# once. So the evidence for passages counts for half, and passages are rare.
-PASSAGE_SCALE = 0.5
+# once. So the evidence for passages counts for less, and passages are rare.
+PASSAGE_SCALE = 0.7
 SWITCH_RATE = 1 / 250  # probability that natural text becomes written at a token, and the reverse
 MOST_NATURAL = 0.03  # of P(all of a text is natural) where passages are shown
 
@@ -124,19 +124,17 @@ def messages(emitted: Tensor, start: Tensor) -> Tensor:
 def read(evidence: Tensor, is_usual: bool = True) -> Reading:
     """Return what the evidence (n, S) of a text says, n > 1; see the two posteriors.
 
-    A priori half of the texts are natural to their end; the others switch at SWITCH_RATE, at least
-    once.
+    A priori half of the texts are natural to their end, and no token of them can be written. The
+    others switch at SWITCH_RATE.
     """
     evidence = float64(evidence)
     n = len(evidence)
     within, of_ways = passage_posterior(evidence * PASSAGE_SCALE)
-    log_likelihood = of_ways.logsumexp(0) - math.log(len(of_ways))
-    log_no_switch = (n - 1) * math.log1p(-SWITCH_RATE)  # a priori
-    # P(a switch), given the text; rounding may make it 0
-    switches = -(log_no_switch - log_likelihood).expm1().clamp(max=-1e-12)
-    log_odds = log_likelihood + switches.log() - math.log(-math.expm1(log_no_switch))
-    all_natural = torch.sigmoid(-log_odds)
-    natural = 1 - (1 - all_natural) * ((1 - within) / switches).clamp(max=1)
+    switching = of_ways.logsumexp(0) - math.log(len(of_ways))  # log-likelihood of a text that may
+    whole = F.softplus(switching)  # log-likelihood of both kinds of text, plus log 2
+    no_switch = math.log1p((1 - SWITCH_RATE) ** (n - 1))  # the same with P(no switch)
+    all_natural = (no_switch - whole).exp()
+    natural = 1 - (1 - within) * switching.sigmoid()
     passages = []
     if all_natural < MOST_NATURAL:
         is_written = F.pad((natural < 0.5).long(), (1, 1))

@@ -72,15 +72,13 @@ def test_the_posterior_of_passages_by_enumeration(monkeypatch):
     log_total = of_ways.logsumexp(0) - math.log(len(of_ways))
     assert within.tolist() == pytest.approx((natural / total).tolist())
     assert log_total.exp().item() == pytest.approx(float(total))
-    # Half of all texts are natural, and the others have a switch.
-    halved = read(2 * evidence)
+    # Half of all texts are natural, and the others may switch.
+    scaled = read(evidence / readings.PASSAGE_SCALE)
     monkeypatch.setattr(readings, "PASSAGE_SCALE", 1.0)
     reading = read(evidence)
-    assert halved.all_natural == reading.all_natural
-    odds = (float(total) - 0.9**5) / (1 - 0.9**5)
-    assert reading.all_natural == pytest.approx(1 / (1 + odds))
-    written = (float(total) - natural) / (1 - 0.9**5) / (1 + odds)
-    assert reading.natural.tolist() == pytest.approx((1 - written).tolist())
+    assert scaled.all_natural == pytest.approx(reading.all_natural)
+    assert reading.all_natural == pytest.approx((1 + 0.9**5) / (1 + float(total)))
+    assert reading.natural.tolist() == pytest.approx(((1 + natural) / (1 + total)).tolist())
 
 
 def test_passages_in_the_middle_and_at_the_end():
