@@ -75,8 +75,8 @@ class TrainSettings(Settings):
     """steps between evaluations"""
     eval_only: bool = setting(False, free=True)
     """evaluate the checkpoint in out_dir, or of init_from, on the validation split, and exit"""
-    tracker: Literal["none", "wandb", "tensorboard"] = setting("none", free=True)
-    """also send the records to Weights & Biases or TensorBoard (pip install it first)"""
+    tracker: Literal["none", "wandb"] = setting("none", free=True)
+    """also send the records to Weights & Biases (pip install wandb first)"""
     wandb_log: bool = setting(False, free=True)
     """nanoGPT's name for --tracker wandb"""
     wandb_project: str = setting("crossover", free=True)

@@ -121,8 +121,8 @@ class GRPOSettings(Settings):
     1: never"""
     eval_interval: int = setting(10, minimum=1)
     """steps between evaluations of natural loss and fresh completions"""
-    tracker: Literal["none", "wandb", "tensorboard"] = setting("none", free=True)
-    """also send the records to Weights & Biases or TensorBoard (pip install it first)"""
+    tracker: Literal["none", "wandb"] = setting("none", free=True)
+    """also send the records to Weights & Biases (pip install wandb first)"""
     device: str = setting("auto", free=True)
     """auto, cpu, cuda, cuda:N or mps; bfloat16 on CUDA, else float32"""
     seed: int = setting(42, minimum=0)

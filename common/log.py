@@ -49,10 +49,10 @@ def progress(description: str, unit: str = "batch", **options: Any) -> tqdm:
     )
 
 
-def print0(line: str = "") -> None:
+def print0(line: str = "", end: str = "\n") -> None:
     """Print a line on rank 0, above a progress bar that is on the screen."""
     if is_main_rank():
-        tqdm.write(line)
+        tqdm.write(line, end=end)
 
 
 def format_size(num_parameters: int) -> str:
@@ -141,36 +141,26 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 
 def start_tracker(
-    tracker: str, output: Path, settings: dict[str, Any], project: str, name: str, run_id: str
+    tracker: str, settings: dict[str, Any], project: str, name: str, run_id: str
 ) -> Callable[..., Any] | None:
-    """Return a function that sends numbers and their step to Weights & Biases or TensorBoard; None
-    for "none", and on other ranks than 0.
+    """Return a function that sends numbers and their step to Weights & Biases; None for "none", and
+    on other ranks than 0.
 
-    output: the file that a run makes; TensorBoard's folder is next to it. settings: of the run.
-    project, name and run_id: of the run in Weights & Biases, which goes on if it has a run_id.
+    settings: of the run. project, name and run_id: of the run in Weights & Biases, which goes on if
+    it has a run_id.
     """
     if tracker == "none" or not is_main_rank():
         return None
     # It can be missing, lack a login, or have no network.
     with explaining(f"--tracker {tracker}", "pip install it and log in, or leave the option out"):
-        if tracker == "wandb":
-            wandb = importlib.import_module("wandb")
-            # reinit ends the run of an earlier training in this process.
-            run = wandb.init(
-                project=project,
-                name=name,
-                config=settings,
-                id=run_id,
-                resume="allow",
-                reinit=True,
-            )
-            return run.log
-        tensorboard = importlib.import_module("torch.utils.tensorboard")
-        writer = tensorboard.SummaryWriter(str(output.with_suffix(".tensorboard")))
-
-    def send(numbers: Mapping[str, Any], step: int) -> None:
-        for key, value in numbers.items():
-            writer.add_scalar(key, value, step)
-        writer.flush()
-
-    return send
+        wandb = importlib.import_module("wandb")
+        # reinit ends the run of an earlier training in this process.
+        run = wandb.init(
+            project=project,
+            name=name,
+            config=settings,
+            id=run_id,
+            resume="allow",
+            reinit=True,
+        )
+        return run.log

@@ -1,4 +1,4 @@
-"""Trackers: every record is sent once, and a failure is one line; with stand-ins for packages.
+"""The tracker: every record is sent once, and a failure is one line; with a stand-in for the package.
 
 pytest tests/test_trackers.py
 """
@@ -42,17 +42,6 @@ def test_every_record_is_sent_to_wandb(wandb, corpus, tmp_path):
     assert len(sent) == 22 and sent == list(numbers_of(tmp_path))
     succeed("train", dataset=corpus, out_dir=tmp_path, init_from="resume", **TINY_TRAIN, **names)
     assert wandb.init.call_args.kwargs["id"] == begun["id"] and begun["resume"] == "allow"
-
-
-def test_every_number_is_sent_to_tensorboard(monkeypatch, corpus, tmp_path):
-    module = ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = Mock()
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    succeed("train", dataset=corpus, out_dir=tmp_path, tracker="tensorboard", **TINY_TRAIN)
-    module.SummaryWriter.assert_called_once_with(f"{tmp_path}/model_checkpoint.tensorboard")
-    sent = [call.args for call in module.SummaryWriter().add_scalar.call_args_list]
-    records = numbers_of(tmp_path)
-    assert sent == [(name, number, step) for step, row in records for name, number in row.items()]
 
 
 def test_a_tracker_that_cannot_be_is_one_line(wandb, monkeypatch, corpus, tmp_path):

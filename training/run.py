@@ -103,7 +103,7 @@ class Run:
         A resumed run continues the same run there. project and name: in Weights & Biases.
         """
         self.records.tracker = start_tracker(
-            settings.tracker, self.output, asdict(settings), project, name, self.tracker_id
+            settings.tracker, asdict(settings), project, name, self.tracker_id
         )
 
     def track(self, **parts: Any) -> None:
