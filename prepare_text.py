@@ -43,8 +43,6 @@ class PrepareTextSettings(Settings):
     """another encoding: a tokenizer.json (Hugging Face's form), or the folder that holds it"""
     train_split: float = setting(0.9, above=0, below=1)
     """fraction of the characters for training"""
-    block_size: int = setting(128, minimum=1)
-    """both splits must hold a block of this length: the block_size of train.py"""
 
     def check_settings(self, errors: Errors) -> None:
         """Check that texts, one folder and one tokenization are named."""
@@ -81,7 +79,7 @@ def main() -> None:
     else:
         method = str(settings.tokenization)
         tokenizer = make_tokenizer(method, texts, segments, settings.vocab_size)
-    prepare_texts(texts, folder, tokenizer, segments, settings.block_size)
+    prepare_texts(texts, folder, tokenizer, segments)
 
 
 if __name__ == "__main__":

@@ -37,13 +37,13 @@ from training.optimizers import Best, make_optimizers, take_step
 
 WEIGHT_DECAY = 0.01  # of AdamW, for matrices
 GRAD_CLIP = 1.0  # largest gradient norm
+MIN_DELTA = 1e-5  # decrease of the selection loss that resets the patience
 LAST_OPTIONS = (  # of a last head, which is trained
     "reward_head_hidden_dim",
     "learning_rate",
     "batch_size",
     "max_epochs",
     "patience",
-    "min_delta",
 )
 
 
@@ -73,8 +73,6 @@ class RewardModelSettings(Settings):
     """largest number of passes over the training samples"""
     patience: int = setting(3, minimum=1)
     """stop after this many epochs without improvement of the selection loss"""
-    min_delta: float = setting(1e-5, minimum=0)
-    """minimum decrease of the selection loss that resets patience"""
     device: str = setting("auto", free=True)
     """auto, cpu, cuda, cuda:N or mps"""
     seed: int = setting(42, minimum=0)
@@ -194,7 +192,7 @@ def train_head(
     optimizers = make_optimizers(
         head, learning_rate=settings.learning_rate, weight_decay=WEIGHT_DECAY
     )
-    best = Best(settings.patience, settings.min_delta)
+    best = Best(settings.patience, MIN_DELTA)
     for epoch in range(1, settings.max_epochs + 1):
         order = random_stream(settings.seed, "order", epoch).permutation(num_samples)
         loss_sum = 0.0

@@ -254,14 +254,12 @@ def prepare_texts(
     folder: str | Path,
     tokenizer: TokenizationManager,
     segments: Segments,
-    block_size: int = 1,
     copied: Sequence[Path] = (),
 ) -> int:
     """Encode texts into the token files of a folder, replace an earlier corpus, print sizes.
 
     copied: token files of another corpus that belong to this one, too. Return the number of tokens.
-    Raise UserError, and write nothing, for texts that cannot be encoded or are too short for a
-    block.
+    Raise UserError, and write nothing, for texts that cannot be encoded or are too short.
     """
     folder = Path(folder).absolute()
     require(
@@ -284,12 +282,7 @@ def prepare_texts(
                 count = file.tell() // 2
                 total += count
                 print(f"{name} has {count:,} tokens")
-                require(
-                    count > block_size,
-                    f"the text is too short: {name} has {count:,} tokens, and a block of "
-                    f"block_size={block_size} needs {block_size + 1:,}: add text, or use a smaller "
-                    "block",
-                )
+                require(count > 1, f"the text is too short: {name} has {count} tokens: add text")
         tokenizer.save(new)
         for path in copied:
             shutil.copyfile(path, new / path.name)

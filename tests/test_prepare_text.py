@@ -18,7 +18,7 @@ from corpus.encode import load_text
 from tokenization_manager import TokenizationManager
 
 TEXT = make_text(400)
-PLAIN = {"tokenization": "char", "block_size": 16}
+PLAIN = {"tokenization": "char"}
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_paths_may_stand_anywhere_and_folders_mean_their_texts():
     write_files(
         {"b/z.txt": b"z\n", "b/a/x.txt": b"xx", "b/a.txt": b"aa", "b/no.md": b"?", "c.txt": b"c"}
     )
-    options = "--name mixed --tokenization=char --block_size 1 --train_split 0.5 c.txt b"
+    options = "--name mixed --tokenization=char --train_split 0.5 c.txt b"
     succeed("prepare_text", *options.split())
     assert text_of("data/mixed") == "c\nxx\naa\nz\n"
     Path("settings.py").write_text("name = 'other'\nprepare_text = dict(tokenization='char')\n")
@@ -94,7 +94,7 @@ def test_marks_and_hidden_files_are_no_text_and_capitals_in_a_suffix_are_allowed
             ".folder/B.TXT": b"\xef\xbb\xbfBB\n",
             ".folder/._a.txt": b"\0",
             ".folder/.c/c.txt": b"c",
-            "settings.py": b"\xef\xbb\xbftokenization = 'char'\r\nblock_size = 1\r\n",
+            "settings.py": b"\xef\xbb\xbftokenization = 'char'\r\n",
         }
     )
     succeed("prepare_text", ".folder", "--config=settings.py", name="marked", train_split=0.5)
@@ -131,11 +131,10 @@ def test_texts_that_cannot_be_read():
 
 @pytest.mark.usefixtures("bpe")
 def test_texts_that_are_too_short_and_a_folder_named_for_characters():
-    Path("short.txt").write_text("one two\n" * 20)
-    line = refused("short.txt", block_size=16)
-    assert "val has 16 tokens" in line and "block_size=16 needs 17" in line
-    succeed("prepare_text", "short.txt", name="short", tokenization="char", block_size=15)
-    assert "too short: train has " in refused("short.txt", tokenization="bpe", block_size=128)
+    Path("short.txt").write_text("one two\n")
+    assert "too short: val has 1 tokens" in refused("short.txt")
+    Path("short.txt").write_text("one two\n" * 2)
+    succeed("prepare_text", "short.txt", name="short", tokenization="char")
     assert "'char' in the name" in refused("novel.txt", name="my_char", tokenization="bpe")
 
 
@@ -145,7 +144,6 @@ REFUSED = """
 --vocab_size 300 => vocab_size is ignored without tokenization=learned_bpe
 --tokenization learned_bpe --vocab_size 256 => vocab_size=256: must be >= 257
 --train_split 1.0 => train_split=1.0
---block_size 0 => block_size=0
 """
 
 

@@ -22,6 +22,7 @@ from helpers import (
     weights,
 )
 
+import train_reward_model
 from common.files import hash_file
 from common.log import read_records
 from lm.checkpoint import build_model, load_checkpoint, save_checkpoint
@@ -128,7 +129,7 @@ def test_a_fit_whose_loss_is_not_finite_is_reported(monkeypatch, good, natural_m
 
 
 def test_the_better_of_two_epochs_is_kept_and_an_output_until_overwritten(
-    good, generator, reward_data
+    good, generator, reward_data, monkeypatch
 ):
     """The trunk stays as it was; of two epochs the better is kept, by the loss on the half that
     selects.
@@ -155,7 +156,8 @@ def test_the_better_of_two_epochs_is_kept_and_an_output_until_overwritten(
     options = {**good, **LAST, "output_path": folder, "overwrite": True}
     assert f"{folder} exists" in refuse_in_one_line("train_reward_model", **options)
     # Here no epoch is an improvement, so that patience ends the training after the second.
-    options = {**good, "head": "last", "patience": 1, "min_delta": 10.0}
+    monkeypatch.setattr(train_reward_model, "MIN_DELTA", 10.0)
+    options = {**good, "head": "last", "patience": 1}
     succeed("train_reward_model", **options, overwrite=True, seed=3)
     assert load_result(good)[0]["training"]["settings"]["seed"] == 3
     assert [record["step"] for record in epochs_of(good)] == [1, 2]
