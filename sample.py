@@ -3,7 +3,7 @@
     python sample.py --checkpoint_path logs/model_checkpoint.pt --start "ROMEO:" --num_samples 2
 
 In: the checkpoint of a generator. Ours hold their tokenizer; nanoGPT's need --meta_path. Out: the
-texts on stdout, and nothing else there.
+texts on stdout, and nothing else there. One text (--num_samples 1) is printed as it is written.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from common.log import print0
 from common.process import explaining, require, run_main
 from common.settings import Settings, parse_settings, setting
 from lm.checkpoint import build_model, choose_tokenizer, load_checkpoint
-from lm.completions import generate
+from lm.completions import continuations
 from lm.sampling import Sampling
 from tokenization_manager import TokenizationManager
 
@@ -41,6 +41,10 @@ class SampleSettings(Settings):
     text is as diverse as natural text"""
     top_k: int | None = setting(None, minimum=1)
     """sample only from the k likeliest tokens; None: from all"""
+    top_p: float = setting(1.0, above=0, maximum=1)
+    """sample only from the likeliest tokens that have this probability together"""
+    stop: str | None = None
+    """end a text before this text, as "<|endoftext|>"; None: at max_new_tokens"""
     meta_path: str | None = None
     """meta.pkl or tokenizer.json; None: the checkpoint's tokenizer, else GPT-2's BPE"""
     device: str = "auto"
@@ -63,6 +67,13 @@ def encode_start(tokenizer: TokenizationManager, start: str | None) -> np.ndarra
     return tokens
 
 
+def until(text: str, stop: str | None, begin: int) -> str:
+    """Return a text up to the first `stop` from the character `begin` on, or all of it."""
+    if stop is None:
+        return text
+    return text[:begin] + text[begin:].partition(stop)[0]
+
+
 def main() -> None:
     settings = parse_settings(SampleSettings, "sample")
     path = settings.checkpoint_path
@@ -72,13 +83,25 @@ def main() -> None:
     tokenizer = choose_tokenizer(checkpoint, settings.meta_path)
     model = build_model(checkpoint, path, device)
     start = encode_start(tokenizer, settings.start).astype("int64")
-    idx = torch.from_numpy(start).repeat(settings.num_samples, 1)  # (B, T)
-    sampling = Sampling(settings.temperature, settings.top_k)
+    idx = torch.from_numpy(start).repeat(settings.num_samples, 1).to(device)  # (B, T)
+    sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
     generator = torch.Generator().manual_seed(settings.seed)
+    begin = len(tokenizer.decode(start))
+    rows = idx
+    num_printed = 0
     with autocast(device):
-        rows = generate(model, idx.to(device), settings.max_new_tokens, sampling, generator)
-    text = SEPARATOR.join(tokenizer.decode(row.tolist()) for row in rows)
-    print0(text + SEPARATOR.removesuffix("\n"))
+        for rows in continuations(model, idx, settings.max_new_tokens, sampling, generator):
+            if settings.num_samples > 1:
+                continue
+            text = tokenizer.decode(rows[0].tolist())
+            if until(text, settings.stop, begin) != text:
+                break
+            # What may be the beginning of the stop text, or of a character, is not printed yet.
+            end = len(text.rstrip("\ufffd")) - len(settings.stop or "")
+            print0(text[num_printed:end], end="")
+            num_printed = max(num_printed, end)
+    texts = [until(tokenizer.decode(row.tolist()), settings.stop, begin) for row in rows]
+    print0(SEPARATOR.join(texts)[num_printed:] + SEPARATOR.removesuffix("\n"))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ positions, V token ids.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from common.device import evaluating, total_memory, without_cudnn_attention
 from common.process import require
@@ -139,8 +139,20 @@ def generate(
     sampling: Sampling = PLAIN,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Continue every row of `idx` (B, T) int64 by `max_new_tokens` (None: up to block_size); return
-    (B, T + new).
+    """Continue every row of `idx` (B, T) int64; return (B, T + new). See `continuations`."""
+    grown = [idx, *continuations(model, idx, max_new_tokens, sampling, generator)]
+    return grown[-1]
+
+
+def continuations(
+    model: nn.Module,
+    idx: Tensor,
+    max_new_tokens: int | None,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+) -> Iterator[Tensor]:
+    """Continue every row of `idx` (B, T) int64 by `max_new_tokens` (None: up to block_size); yield
+    (B, T + 1), (B, T + 2), ...
 
     Beyond the block the oldest tokens leave the window, and the whole window is computed again for
     every token. A prompt has at least one token. Raise UserError for another shape, unknown ids or
@@ -167,19 +179,18 @@ def generate(
         f"block_size {config.block_size} tokens",
     )
     # on the CPU: the same numbers for every device
-    uniforms = torch.rand(idx.size(0), length, generator=generator)
-    within = min(length, config.block_size)
-    if idx.size(1) < within:
-        natural = F.pad(idx, (0, within - idx.size(1)))
-        prefix_lengths = torch.full((idx.size(0), 1), idx.size(1))
-        idx = complete(
-            model, natural, prefix_lengths, uniforms[:, None, :within], sampling
-        ).ids.squeeze(1)
-    with evaluating(model), without_cudnn_attention():
-        for position in range(idx.size(1), length):
-            logits, _ = model(idx[:, -config.block_size :])
-            numbers = uniforms[:, position].to(idx.device)
-            drawn, model_log_probs = sample_tokens(logits[:, -1], numbers, sampling)
+    uniforms = torch.rand(idx.size(0), length, generator=generator).to(idx.device)
+    cache = KVCache(model, len(idx), min(length, config.block_size))
+    num_cached = 0
+    for position in range(idx.size(1), length):
+        with evaluating(model), without_cudnn_attention():
+            if position <= config.block_size:
+                cache.at(num_cached, position - num_cached, len(idx))
+                logits, _ = model(idx[:, num_cached:], kv_cache=cache)
+                num_cached = position
+            else:
+                logits, _ = model(idx[:, -config.block_size :])
+            drawn, model_log_probs = sample_tokens(logits[:, -1], uniforms[:, position], sampling)
             check_drawn(model_log_probs)
-            idx = torch.cat((idx, drawn[:, None]), dim=1)
-    return idx
+        idx = torch.cat((idx, drawn[:, None]), dim=1)
+        yield idx

@@ -9,6 +9,8 @@ import pytest
 import torch
 from helpers import TINY_MODEL, make_checkpoint, refuse, refuse_in_one_line, succeed, weights
 
+import sample
+
 
 def test_texts_begin_with_the_start_and_depend_on_the_seed(tmp_path, generator):
     options = {
@@ -35,8 +37,23 @@ def test_greedy_text_is_the_likeliest_whatever_the_seed(generator):
         "start": "A",
     }
     greedy = succeed("sample", temperature=0, **options)
-    for more in ({"temperature": 0, "seed": 5}, {"top_k": 1}):
+    for more in ({"temperature": 0, "seed": 5}, {"top_k": 1}, {"top_p": 1e-9}):
         assert succeed("sample", **more, **options) == greedy
+
+
+def test_a_text_ends_before_the_stop_text_and_one_is_printed_as_it_is_written(
+    generator, monkeypatch
+):
+    options = {"checkpoint_path": generator, "temperature": 0, "max_new_tokens": 40, "start": "A"}
+    whole, *_ = succeed("sample", num_samples=2, **options).split("\n-")
+    stop = whole[20:22]
+    ended = whole[: whole.index(stop, 1)]
+    both = succeed("sample", num_samples=2, stop=stop, **options)
+    assert both == 2 * f"{ended}\n---------------\n"
+    pieces = []
+    monkeypatch.setattr(sample, "print0", lambda text, end="\n": pieces.append(text + end))
+    succeed("sample", num_samples=1, stop=stop, **options)
+    assert "".join(pieces) == f"{ended}\n---------------\n" and len(pieces) > len(ended) // 2
 
 
 @pytest.mark.parametrize("form", ["seeds", "nanoGPT"])
