@@ -138,6 +138,7 @@ def sizes_for(
     sizes: dict[str, dict[str, Any]] = {section: {} for section in max_iters}
     grpo: dict[str, Any] = {}  # of GRPO and of distillation, which have the same target
     sizes.update(train_grpo=grpo, control_distil=grpo)
+    sizes["control_plain"]["learning_rate"] = 5e-3  # the best on a text of 900,000 characters
     if num_tokens >= LONG_TEXT:
         sizes["train"]["dropout"] = 0.0
         sizes["control_plain"]["dropout"] = 0.0
