@@ -83,11 +83,10 @@ def main() -> None:
     tokenizer = choose_tokenizer(checkpoint, settings.meta_path)
     model = build_model(checkpoint, path, device)
     start = encode_start(tokenizer, settings.start).astype("int64")
+    begin = len(tokenizer.decode(start))
     idx = torch.from_numpy(start).repeat(settings.num_samples, 1).to(device)  # (B, T)
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
     generator = torch.Generator().manual_seed(settings.seed)
-    begin = len(tokenizer.decode(start))
-    rows = idx
     num_printed = 0
     with autocast(device):
         for rows in continuations(model, idx, settings.max_new_tokens, sampling, generator):
@@ -97,9 +96,9 @@ def main() -> None:
             if until(text, settings.stop, begin) != text:
                 break
             # What may be the beginning of the stop text, or of a character, is not printed yet.
-            end = len(text.rstrip("\ufffd")) - len(settings.stop or "")
+            end = max(num_printed, len(text.rstrip("\ufffd")) - len(settings.stop or ""))
             print0(text[num_printed:end], end="")
-            num_printed = max(num_printed, end)
+            num_printed = end
     texts = [until(tokenizer.decode(row.tolist()), settings.stop, begin) for row in rows]
     print0(SEPARATOR.join(texts)[num_printed:] + SEPARATOR.removesuffix("\n"))
 

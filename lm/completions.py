@@ -10,6 +10,7 @@ positions, V token ids.
 """
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -140,8 +141,8 @@ def generate(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Continue every row of `idx` (B, T) int64; return (B, T + new). See `continuations`."""
-    grown = [idx, *continuations(model, idx, max_new_tokens, sampling, generator)]
-    return grown[-1]
+    steps = continuations(model, idx, max_new_tokens, sampling, generator)
+    return deque(steps, maxlen=1)[0]
 
 
 def continuations(
@@ -152,7 +153,7 @@ def continuations(
     generator: torch.Generator | None,
 ) -> Iterator[Tensor]:
     """Continue every row of `idx` (B, T) int64 by `max_new_tokens` (None: up to block_size); yield
-    (B, T + 1), (B, T + 2), ...
+    it, then (B, T + 1), (B, T + 2), ...
 
     Beyond the block the oldest tokens leave the window, and the whole window is computed again for
     every token. A prompt has at least one token. Raise UserError for another shape, unknown ids or
@@ -160,9 +161,10 @@ def continuations(
     """
     config: Any = model.config
     require(config.mode == "generator", "a reward model cannot generate: use a generator")
-    shape = tuple(idx.shape)
-    is_batch = idx.ndim == 2 and idx.numel() > 0
-    require(is_batch, f"the prompts' shape {shape} must be (batch, tokens), 1 token or more")
+    require(
+        idx.ndim == 2 and idx.numel() > 0,
+        f"the prompts' shape {tuple(idx.shape)} must be (batch, tokens), 1 token or more",
+    )
     smallest = int(idx.min())
     largest = int(idx.max())
     require(
@@ -182,6 +184,7 @@ def continuations(
     uniforms = torch.rand(idx.size(0), length, generator=generator).to(idx.device)
     cache = KVCache(model, len(idx), min(length, config.block_size))
     num_cached = 0
+    yield idx
     for position in range(idx.size(1), length):
         with evaluating(model), without_cudnn_attention():
             if position <= config.block_size:
