@@ -4,8 +4,8 @@
     python detect.py --text essay.txt --generator HF_FOLDER --natural_text texts/
 
 In: texts and a model. The model is the generator of a likelihood reward model of ours, which holds
-a natural model, too. Or it is a checkpoint or a causal model of transformers. A reader is fitted
-where none is found: on natural text, or for our checkpoints on the corpus that their settings name.
+a natural model, too, or a causal model of transformers. A reader is fitted where none is found: on
+natural text, or for a reward model on the corpus that its settings name.
 Out: what the model wrote in each text, printed, as a page and, with --output_path, as JSON; and the
 reader, beside the model. Without texts, only the reader.
 Packages for models of transformers: requirements-interop.txt.
@@ -30,17 +30,12 @@ from corpus.encode import PART_CHARACTERS, Text, find_texts, text_files, word_pa
 from data_loader import open_corpus, validation_part
 from lm import checkpoint as ckpt
 from lm.identity import identity_of
-from reading.page import describe_passages, find_passages, write_page
+from reading.page import describe_passages, describe_texts, find_passages, write_page
 from reading.reader import WAYS, Reader, check_ways
-from reward.heads import LikelihoodRewardModel, build_reward_model, fit_natural_model
+from reward.heads import LikelihoodRewardModel, build_reward_model
 
 LENGTH = 64  # tokens of the natural blocks and of the windows of a text, for models of transformers
 MIN_BLOCKS = 16  # of natural text; half of them give the reader's errors
-
-
-def is_checkpoint(name: str) -> bool:
-    """Return whether a name is that of a checkpoint's file, not of a model of transformers."""
-    return name.endswith(".pt") or Path(name).is_file()
 
 
 @dataclass
@@ -52,13 +47,11 @@ class DetectSettings(Settings):
     reward_model_path: str | None = setting(None, model_file="optional")
     """reward_model_vN.pt of a run, with a likelihood head: the model looked for is its generator"""
     generator: str | None = setting(None, reads="file")
-    """instead: a checkpoint, or a folder or hub name of transformers"""
+    """instead: a folder or hub name of transformers"""
     natural_model: str | None = setting(None, reads="file")
     """with generator: a natural model of the same tokens; None: read by the generator only"""
     natural_text: tuple[str, ...] = setting((), free=True)
     """natural text on which a reader is fitted, none of the texts to read: files, folders"""
-    meta_path: str | None = setting(None, reads="file")
-    """meta.pkl or tokenizer.json; None: the checkpoint's tokenizer, else GPT-2's BPE"""
     sampling: tuple[str, ...] = WAYS
     """sampling settings to fit the reader for: TEMPERATURE, TEMPERATURE:TOP_P or
     TEMPERATURE:TOP_P:TOP_K ..."""
@@ -69,7 +62,7 @@ class DetectSettings(Settings):
     output_path: str | None = setting(None, free=True)
     """also write the figures of all texts here, as JSON"""
     device: str = setting("auto", free=True)
-    """auto, cpu, cuda, cuda:N or mps"""
+    """of a reward model: auto, cpu, cuda, cuda:N or mps"""
 
     def check_settings(self, errors: Errors) -> None:
         """Check that one model is named, and the sampling settings."""
@@ -79,9 +72,15 @@ class DetectSettings(Settings):
             "Pass --reward_model_path MODEL, or --generator MODEL",
         )
         if self.generator is None:
-            self.check_ignored(errors, ["natural_model", "meta_path"], "without generator")
-        elif not is_checkpoint(self.generator):
-            self.check_ignored(errors, ["meta_path", "device"], "for a model of transformers")
+            self.check_ignored(errors, ["natural_model"], "without generator")
+        else:
+            self.check_ignored(errors, ["device"], "for a model of transformers")
+            errors.check(
+                not self.generator.endswith(".pt"),
+                f"generator={self.generator}: one small model alone cannot tell what it wrote",
+                "Make a reward model of it and a natural model, and pass it with "
+                "--reward_model_path",
+            )
         check_ways(errors, self.sampling)
 
 
@@ -103,26 +102,15 @@ class Source:
 # models
 
 
-def open_checkpoint(path: str, settings: DetectSettings) -> Source:
-    """Open a likelihood reward model, or a generator in a checkpoint."""
-    device = select_device(settings.device)
+def open_reward_model(path: str, settings: DetectSettings) -> Source:
+    """Open a likelihood reward model."""
     contents = ckpt.load_checkpoint(path)
-    name = path
-    model: Any
-    if settings.reward_model_path is None:
-        model = ckpt.build_model(contents, path, device)
-        if settings.natural_model is not None:
-            natural = ckpt.load_checkpoint(settings.natural_model)
-            fitted = fit_natural_model(natural, settings.natural_model, contents)
-            model = LikelihoodRewardModel(fitted, model).to(device).eval()
-    else:
-        name = f"the generator of {path}"
-        model = build_reward_model(contents, path, device)
-        finding = f"the head of {path} has no output per token"
-        require(model.is_ratio, f"{finding}: use a reward model with --head likelihood")
-    tokenizer = ckpt.choose_tokenizer(contents, settings.meta_path)
+    model: Any = build_reward_model(contents, path, select_device(settings.device))
+    finding = f"the head of {path} has no output per token"
+    require(model.is_ratio, f"{finding}: use a reward model with --head likelihood")
+    tokenizer = ckpt.choose_tokenizer(contents, None)
     reader = Reader(model, model.config.block_size, settings.sampling)
-    return Source(name, reader, tokenizer.encode_with_ends, contents)
+    return Source(f"the generator of {path}", reader, tokenizer.encode_with_ends, contents)
 
 
 def open_causal(name: str, settings: DetectSettings) -> Source:
@@ -194,7 +182,7 @@ def natural_blocks(natural: Sequence[Text], source: Source) -> tuple[Tensor, ...
 
 
 def corpus_blocks(source: Source) -> tuple[Tensor, ...]:
-    """Return blocks (b, T) int64 of the validation split of a checkpoint's corpus.
+    """Return blocks (b, T) int64 of the validation split of a reward model's corpus.
 
     Those of the select part are for the fit, those of the report part for the errors.
     """
@@ -204,10 +192,8 @@ def corpus_blocks(source: Source) -> tuple[Tensor, ...]:
     finding = f"{source.name} has no reader, and no corpus of its training is found"
     require(contents is not None, f"{finding}: {remedy}")
     with explaining(finding, remedy):
-        settings = contents["training"]["settings"]
-        if "dataset" not in settings:
-            settings = ckpt.load_checkpoint(settings["base_model_path"])["training"]["settings"]
-        corpus = open_corpus(settings["dataset"], 2)
+        base = ckpt.load_checkpoint(contents["training"]["settings"]["base_model_path"])
+        corpus = open_corpus(base["training"]["settings"]["dataset"], 2)
         require(contents["data"] == corpus.record, f"{corpus.folder} is another one")
         blocks = []
         for part in ("select", "report"):
@@ -271,10 +257,7 @@ def run(settings: DetectSettings) -> dict[str, Any]:
 
     # the model and its reader
     name = str(settings.reward_model_path or settings.generator)
-    if settings.reward_model_path or is_checkpoint(name):
-        source = open_checkpoint(name, settings)
-    else:
-        source = open_causal(name, settings)
+    source = (open_reward_model if settings.reward_model_path else open_causal)(name, settings)
     path = Path(settings.reader_path or default_reader_path(name))
     fitted_on = {**identity_of(settings), "sampling": " ".join(settings.sampling)}
     if natural:
@@ -299,6 +282,9 @@ def run(settings: DetectSettings) -> dict[str, Any]:
             figures = {"error": one_line(error)}
             warn(f"{file} is not read: {figures['error']}")
         results[str(file)] = figures
+    results = dict(sorted(results.items(), key=lambda item: item[1].get("all_natural", 1.0)))
+    if len(files) > 1:
+        print0("\n".join(describe_texts(results)))
     if settings.output_path is not None:
         write_json(settings.output_path, results)
     require(num_failed == 0, f"{num_failed} of {len(files)} texts were not read: see above")

@@ -32,7 +32,7 @@ from common.process import run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from data_loader import evenly_spaced, open_corpus, open_token_file, validation_part
 from detect import DetectSettings as ReadSettings
-from detect import open_checkpoint
+from detect import open_reward_model
 from lm.causal import CausalModel, load_model, load_tokenizer
 from lm.prompts import draw_crossovers
 from reading.causal import CausalReader
@@ -101,7 +101,7 @@ def main() -> None:
 def open_reader(settings: DetectSettings, path: Any) -> Any:
     """Return an unfitted reader of a model."""
     if settings.generator is None:
-        return open_checkpoint(path, ReadSettings()).reader
+        return open_reward_model(path, ReadSettings()).reader
     tokenizer = load_tokenizer(path)
     model = CausalModel(load_model(path).eval(), len(tokenizer))
     return CausalReader(model, LENGTH, start=tokenizer(text="")["input_ids"])

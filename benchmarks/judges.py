@@ -29,11 +29,13 @@ from common.log import print0
 from common.process import run_main
 from common.settings import Settings, parse_settings
 from data_loader import open_corpus, open_token_file, validation_part
-from detect import DetectSettings, open_checkpoint
 from evaluate import EvaluateSettings, load_model, load_text_quality
 from lm.causal import load_model as load_causal
 from lm.causal import load_tokenizer
+from lm.checkpoint import build_model, load_checkpoint
 from lm.completions import Completer
+from reading.reader import Reader
+from reward.heads import LikelihoodRewardModel, fit_natural_model
 
 FIGURES = ("judge_loss", "smollm2_loss", "reader_error")
 SAMPLES = 300
@@ -128,8 +130,11 @@ class Judges:
 
     def of_reader(self, path: str, natural_model: str) -> dict[str, Any]:
         """Return the error of K in tokens of a reader of a model, and its R2."""
-        settings = DetectSettings(generator=path, natural_model=natural_model, sampling=("1",))
-        reader = open_checkpoint(path, settings).reader
+        contents = load_checkpoint(path)
+        generator = build_model(contents, path)
+        natural = fit_natural_model(load_checkpoint(natural_model), natural_model, contents)
+        pair = LikelihoodRewardModel(natural, generator).eval()
+        reader = Reader(pair, generator.config.block_size, ("1",))
         blocks = []
         for tokens in (validation_part(self.corpus.val, reader.length, "select"), self.tokens):
             ids = torch.from_numpy(tokens.astype(np.int64))

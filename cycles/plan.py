@@ -219,7 +219,6 @@ def make_plan(sections: Mapping[str, Any], used: Collection[str]) -> list[Stage]
                 generator=None,
                 natural_model=None,
                 natural_text=(),
-                meta_path=None,
                 text=(),
             )
         generator = policy

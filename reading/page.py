@@ -5,7 +5,7 @@
 Places are characters of the text. Shapes: n tokens of a text.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,17 @@ def find_passages(ends: np.ndarray, reading: Reading, ways: tuple[str, ...]) -> 
 
 
 def describe_passages(name: str, text: str, figures: dict[str, Any]) -> list[str]:
-    """Return the lines about a text in the terminal: one, and one for each of its passages."""
+    """Return the lines about a text in the terminal: one, and one for each of its passages.
+
+    A text that is unlike those that the reader was fitted on has only a warning.
+    """
+    if not figures["is_usual"]:
+        return [f"{name}: unlike the texts that the reader was fitted on: do not rely on its page"]
     passages = figures["passages"]
     lines = [
         f"{name}: passages that look written by {figures['generator']}: {len(passages)}; "
         f"probability that it wrote nothing {figures['all_natural']:.3f}"
     ]
-    if not figures["is_usual"]:
-        lines.append("  unlike the texts that the reader was fitted on: this may be wrong")
     for passage in passages[:MOST_SHOWN]:
         start = passage["start"]
         end = passage["end"]
@@ -69,6 +72,21 @@ def describe_passages(name: str, text: str, figures: dict[str, Any]) -> list[str
         lines.append(
             f"  it goes on to the end; 95 % interval of its beginning: {low:,} to {high:,}"
         )
+    return lines
+
+
+def describe_texts(results: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Return a table of the figures of several texts, in columns of eight characters.
+
+    fitted: whether the text is like those that the reader was fitted on.
+    """
+    lines = ["", "natural\tpassages\tfitted\ttext (natural: P(the model wrote nothing))"]
+    for name, figures in results.items():
+        if "error" not in figures:
+            lines.append(
+                f"{figures['all_natural']:.3f}\t{len(figures['passages'])}\t\t"
+                f"{figures['is_usual']}\t{name}"
+            )
     return lines
 
 

@@ -40,7 +40,7 @@ class Reading:
     natural: Tensor  # (n,) float64: P(token is natural), with any number of passages
     all_natural: float  # P(the text is natural to its end)
     passages: list[tuple[int, int]]  # first token and end of what the generator wrote; may be none
-    low: int  # the 95 % interval of K; n: the text is natural to its end
+    low: int  # the 95 % interval of K, if the text is not natural to its end
     high: int
     way: int  # the likeliest sampling setting of what the generator wrote
     is_usual: bool  # whether the text is like those that the reader was fitted on
@@ -140,10 +140,10 @@ def read(evidence: Tensor, is_usual: bool = True) -> Reading:
         is_written = F.pad((natural < 0.5).long(), (1, 1))
         bounds = is_written.diff().nonzero().flatten().tolist()  # beginnings and ends in turn
         passages = list(zip(bounds[::2], bounds[1::2], strict=True))
-    posterior = crossover_posterior(evidence[None]).exp()  # (1, n)
-    # the interval of K, and its median
+    # the interval of K, and its median, if there is a crossover
+    posterior = crossover_posterior(evidence[None])[:, :-1].softmax(1)  # (1, n - 1)
     low, high, middle = (int(crossover_quantile(posterior, q)) for q in (TAIL, 1 - TAIL, 0.5))
     if len(passages) == 1 and passages[0][1] == n:
-        passages = [(min(middle, n - 1), n)]
+        passages = [(middle, n)]
     way = int(of_ways.argmax())
     return Reading(natural, all_natural.item(), passages, low, high, way, is_usual)

@@ -53,8 +53,8 @@ BUDGETS = {
     "options of reward_dataset_loader": 1,
     "options of data/shakespeare_char/prepare": 0,  # those of every corpus
     "options of interop/export": 3,
-    "options of detect": 11,
-    "options of all scripts": 147,
+    "options of detect": 10,
+    "options of all scripts": 146,
 }
 # Which modules a script may load, by folder or name. grpo in evaluate is not needed, but loaded
 # today.

@@ -246,7 +246,7 @@ def test_a_task(tmp_path, reward, learned):
     rows = rows_of(ledger)
     rewards = ["0.250", "0.125", f"{reward:.3f}", "0.750", "0.750", "0.750"]
     assert [row[0].partition(" ")[0] for row in rows.values()] == [*rewards, "0.500"]
-    assert "distillation do not learn the task." in make_page(ledger)
+    assert "The controls do not learn the task." in make_page(ledger)
 
 
 def rows_of(ledger: Ledger) -> dict[str, list[str]]:

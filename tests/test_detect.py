@@ -18,7 +18,8 @@ from helpers import make_mixed_text, make_text, refuse, refuse_in_one_line, succ
 import detect
 from common.process import UserError
 from corpus.encode import word_parts
-from detect import DetectSettings, default_reader_path, encode_text, open_checkpoint
+from detect import DetectSettings, default_reader_path, encode_text, open_reward_model
+from reading.page import describe_texts
 from tokenization_manager import TokenizationManager
 
 
@@ -59,7 +60,10 @@ def test_the_beginning_of_generated_text_is_found(reading, tmp_path, monkeypatch
     (tmp_path / "more").mkdir()
     (tmp_path / "more/c.txt").write_text(text)
     found = figures_of(reading, text=["mixed.txt", "inside.txt", "natural.txt", "more"])
-    assert list(found) == ["mixed.txt", "inside.txt", "natural.txt", "more/c.txt"]
+    *others, last = found
+    assert sorted(others) == ["inside.txt", "mixed.txt", "more/c.txt"] and last == "natural.txt"
+    lines = describe_texts(found)
+    assert lines[-1].split()[1:] == ["0", "True", "natural.txt"] and len(lines) == 6
     assert found["more/c.txt"] == found["mixed.txt"]
     assert found["mixed.txt"]["crossover"] == [low, high]
     assert found["mixed.txt"]["sampling"] == "1"
@@ -121,6 +125,7 @@ REFUSED = """
 --reward_model_path last.pt => the head of last.pt has no output per token
 --reward_model_path model.pt => model.pt holds a generator, not a reward model
 --natural_model last.pt => natural_model is ignored without generator
+--generator model.pt => generator=model.pt: one small model alone cannot tell what it wrote
 --text more => more: no text file
 --text mixed.txt more/mixed.txt => {tmp_path}/out/mixed.crossover.html would replace a file or another page
 --sampling hot => sampling=hot
@@ -148,13 +153,6 @@ def test_what_cannot_serve_is_refused(reading, reward_model, generator, tmp_path
         del options["reward_model_path"]
     assert said in refuse("detect", **options)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_reader_of_a_generator_only(reading, generator, tmp_path):
-    shutil.copy(generator, "model.pt")
-    del reading["reward_model_path"]
-    succeed("detect", **reading, generator="model.pt")
-    assert (tmp_path / "model.reader.pt").exists()
 
 
 def test_the_reader_is_beside_the_model(tmp_path, monkeypatch):
@@ -220,7 +218,7 @@ def test_the_time_is_linear_in_the_text(reading, corpus, tmp_path):
     """
     succeed("detect", **reading)
     settings = DetectSettings(reward_model_path="reward.pt", sampling=("1", "0.5"), device="cpu")
-    source = open_checkpoint("reward.pt", settings)
+    source = open_reward_model("reward.pt", settings)
     source.reader.load("reward.reader.pt", {})
     text = (corpus / "input.txt").read_text()
     path = tmp_path / "long.txt"
