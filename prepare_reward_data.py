@@ -243,7 +243,7 @@ def run(config: RewardDataConfig) -> dict[str, Any]:
     # files
     print0(f"\n=== Saving to {output} ===")
     entries = {"model_sha256": hash_model(model_path), **data, **sampling, "model_path": model_path}
-    with atomic_folder(output.resolve()) as folder:
+    with atomic_folder(output) as folder:
         for split, (x, y) in samples.items():
             save_reward_dataset(x, y, folder, split, tokenizer, **entries)
             print0(

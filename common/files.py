@@ -12,7 +12,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +44,25 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder next to `path` to write to. On success it replaces the folder `path`.
+def atomic_folder(folder: str | Path, stale: Sequence[str] = ()) -> Iterator[Path]:
+    """Yield a folder to write files to. On success they replace those of `folder`, and others there
+    that are `stale` go; else nothing changes.
 
-    The earlier folder is next to it, with the ending .earlier, for the moment of the exchange.
+    The earlier files stay until all new ones are whole. Then those that come last in the alphabet
+    go first and come last, so that a reader who needs them reads no mixture of both.
     """
-    path = path.resolve()
-    partial = path.with_name(f".{path.name}.partial")
-    earlier = path.with_name(f".{path.name}.earlier")
-    if earlier.exists() and not path.exists():  # a process was killed between the two renames
-        earlier.rename(path)
-    for left in (partial, earlier):
-        shutil.rmtree(left, ignore_errors=True)
-    yield partial
-    if path.exists():
-        path.rename(earlier)
-    partial.rename(path)
-    shutil.rmtree(earlier, ignore_errors=True)
+    folder = Path(folder).resolve()
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        folder.mkdir(parents=True, exist_ok=True)
+        names = sorted(path.name for path in partial.iterdir())
+        for name in sorted({*names, *stale}, reverse=True):
+            (folder / name).unlink(missing_ok=True)
+        for name in names:
+            os.replace(partial / name, folder / name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:

@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from common.files import atomic_path, read_pieces, text_file
+from common.files import atomic_folder, atomic_path, read_pieces, text_file
 from common.process import require
 from tokenization_manager import TokenizationManager
 
@@ -37,15 +37,8 @@ PART_CHARACTERS = 1 << 19
 # Text up to the last end of a word. Characters, GPT-2's tokens and learned tokens of a text do not
 # change if it is cut before the first space or newline after a word.
 WHOLE_WORDS = re.compile(r".*\S(?=[ \n])", re.DOTALL)
-# The vocabulary comes first: without it, the token files would be read as GPT-2's.
-CORPUS_FILES = (
-    "meta.pkl",
-    "tokenizer.json",
-    "judge.bin",
-    "test.bin",
-    "val.bin",
-    "train.bin",
-)
+# Of a corpus. Scripts need train.bin and val.bin, the last ones in the alphabet.
+CORPUS_FILES = ("judge.bin", "meta.pkl", "test.bin", "tokenizer.json", "train.bin", "val.bin")
 Segments = Sequence[tuple[str, int]]
 
 
@@ -269,8 +262,7 @@ def prepare_texts(
     print(f"vocab size: {tokenizer.vocab_size:,}")
     files: dict[str, BinaryIO] = {}
     total = 0
-    new = folder / f".corpus.{os.getpid()}.partial"
-    try:
+    with atomic_folder(folder, CORPUS_FILES) as new:
         with ExitStack() as stack:
             for name in dict(segments):
                 if name:
@@ -286,15 +278,6 @@ def prepare_texts(
         tokenizer.save(new)
         for path in copied:
             shutil.copyfile(path, new / path.name)
-        # The earlier corpus stays until all files of the new one are whole. Then the folder has no
-        # train.bin until all others are exchanged, so that no mixture of both is read.
-        for name in reversed(CORPUS_FILES):
-            (folder / name).unlink(missing_ok=True)
-        for name in CORPUS_FILES:
-            if (new / name).exists():
-                os.replace(new / name, folder / name)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
     return total
 
 

@@ -7,7 +7,6 @@ import contextlib
 import os
 import pickle
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,24 +31,25 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     assert link.read_text() == "first"  # the file was replaced, not written to
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_an_earlier_folder_stays_until_the_new_one_is_whole(tmp_path, monkeypatch, number):
-    """Killed before each change of a name, with the next write stopped."""
+@pytest.mark.parametrize("name", ["unlink", "replace"])
+def test_files_of_a_folder_are_exchanged_together(tmp_path, monkeypatch, name):
+    """Interrupted before each change of a name: the last file is missing, or all are of one kind."""
     path = tmp_path / "data"
 
-    def write(text: str) -> None:
-        with files.atomic_folder(path) as partial:
-            files.write_text(partial / "x", text)
+    def write(text: str, names: str) -> None:
+        with files.atomic_folder(path, ["c"]) as partial:
+            for each in names:
+                files.write_text(partial / each, text)
 
-    write("earlier")
-    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        end_in_call(patch, Path, "rename", number, press_ctrl_c)
-        write("new")
-    with contextlib.suppress(RuntimeError), files.atomic_folder(path):
-        raise RuntimeError
-    assert (path / "x").read_text() == ("new" if number == 3 else "earlier")
-    write("last")
-    assert [file.name for file in tmp_path.iterdir()] == ["data"]
+    for number in range(1, 9):
+        write("earlier", "abcd")
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            end_in_call(patch, os, name, number, press_ctrl_c)
+            write("new", "abd")
+        found = {file.name: file.read_text() for file in path.iterdir()}
+        assert "d" not in found or len(set(found.values())) == 1
+        assert os.listdir(tmp_path) == ["data"]
+    assert found == dict.fromkeys("abd", "new")
 
 
 def test_a_byte_order_mark_is_not_text(tmp_path, monkeypatch):

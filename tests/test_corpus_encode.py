@@ -139,7 +139,7 @@ def test_unknown_characters_are_refused_and_nothing_is_written(tmp_path, write):
         prepare_texts(
             texts, tmp_path / "made", TokenizationManager.from_text(TEXT), split_segments(texts)
         )
-    assert not list((tmp_path / "made").iterdir())
+    assert not (tmp_path / "made").exists()
 
 
 def test_what_an_earlier_corpus_left_is_removed(tmp_path, write, bpe):
@@ -172,7 +172,7 @@ def test_no_interruption_leaves_a_mixture_of_two_corpora(tmp_path, write, monkey
             end_in_call(patch, os, name, number, press_ctrl_c)
             prepare_texts(texts, folder, characters, segments)
         after = contents()
-        is_refused = "train.bin" not in after
+        is_refused = not {"train.bin", "val.bin"} <= after.keys()
         assert after == before or is_refused or after["train.bin"] != before["train.bin"]
         assert not list(folder.glob(".*"))
     assert "meta.pkl" in after and not is_refused  # there are fewer changes
