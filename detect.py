@@ -106,8 +106,10 @@ def open_reward_model(path: str, settings: DetectSettings) -> Source:
     """Open a likelihood reward model."""
     contents = ckpt.load_checkpoint(path)
     model: Any = build_reward_model(contents, path, select_device(settings.device))
-    finding = f"the head of {path} has no output per token"
-    require(model.is_ratio, f"{finding}: use a reward model with --head likelihood")
+    require(
+        model.is_ratio,
+        f"the head of {path} has no output per token: use a reward model with --head likelihood",
+    )
     tokenizer = ckpt.choose_tokenizer(contents, None)
     reader = Reader(model, model.config.block_size, settings.sampling)
     return Source(f"the generator of {path}", reader, tokenizer.encode_with_ends, contents)
@@ -119,8 +121,10 @@ def open_causal(name: str, settings: DetectSettings) -> Source:
     from reading.causal import CausalReader
 
     generator, tokenizer = load_pair(name, None)
-    finding = f"{name} has no fast tokenizer, which knows where its tokens end"
-    require(tokenizer.is_fast, f"{finding}: use another model")
+    require(
+        tokenizer.is_fast,
+        f"{name} has no fast tokenizer, which knows where its tokens end: use another model",
+    )
     model: Any
     if settings.natural_model is None:
         model = CausalModel(generator.eval(), len(tokenizer))
@@ -176,8 +180,10 @@ def natural_blocks(natural: Sequence[Text], source: Source) -> tuple[Tensor, ...
     length = source.reader.length
     tokens = torch.cat([encode_text(read_text(text.path), source)[0] for text in natural])
     needed = MIN_BLOCKS * length
-    finding = f"natural_text has {len(tokens):,} tokens, but the fit needs {needed:,}"
-    require(len(tokens) >= needed, f"{finding}: add text")
+    require(
+        len(tokens) >= needed,
+        f"natural_text has {len(tokens):,} tokens, but the fit needs {needed:,}: add text",
+    )
     return tokens.unfold(0, length, length).chunk(2)
 
 
@@ -235,8 +241,11 @@ def read_file(path: Path, page: Path, source: Source, fitted_texts: str) -> dict
     require(not is_known, f"{path} is one of the natural texts that the reader was fitted on")
     require(len(text) > 0, f"{path} is empty")
     ids, ends = encode_text(text, source)
-    finding = f"{path} has too few tokens ({len(ids)})"
-    require(len(ids) >= 2, f"{finding}: at least 2 are needed, because the first has no evidence")
+    require(
+        len(ids) >= 2,
+        f"{path} has too few tokens ({len(ids)}): at least 2 are needed, because the first has no "
+        "evidence",
+    )
     returns = [match.start() for match in re.finditer("\r\n", raw)]
     kept = np.delete(np.arange(len(raw)), returns)  # the characters that text has
     ends = np.append(0, kept + 1)[ends]

@@ -37,6 +37,7 @@ PART_CHARACTERS = 1 << 19
 # Text up to the last end of a word. Characters, GPT-2's tokens and learned tokens of a text do not
 # change if it is cut before the first space or newline after a word.
 WHOLE_WORDS = re.compile(r".*\S(?=[ \n])", re.DOTALL)
+END_OF_TEXT = 50256  # GPT-2's id
 # Of a corpus. Scripts need train.bin and val.bin, the last ones in the alphabet.
 CORPUS_FILES = ("judge.bin", "meta.pkl", "test.bin", "tokenizer.json", "train.bin", "val.bin")
 Segments = Sequence[tuple[str, int]]
@@ -120,11 +121,16 @@ def scan_text(path: Path) -> Text:
 
 
 def joined_pieces(texts: Sequence[Text]) -> Iterator[str]:
-    """Yield the joined text in pieces; a newline separates a text without one from the next."""
+    """Yield the joined text in pieces; a newline separates a text without one from the next.
+
+    An empty piece marks the end of each text but the last.
+    """
     for text in texts:
         yield from read_pieces(text.path)
-        if not text.ends_line and text is not texts[-1]:
-            yield "\n"
+        if text is not texts[-1]:
+            if not text.ends_line:
+                yield "\n"
+            yield ""
 
 
 def count_characters(texts: Sequence[Text]) -> int:
@@ -197,10 +203,21 @@ def word_parts(pieces: Iterable[str]) -> Iterator[str]:
 def encode_segments(
     texts: Sequence[Text], segments: Segments, tokenizer: TokenizationManager
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Encode each named segment by itself; yield its name and tokens (n,) uint16, part by part."""
+    """Encode each named segment by itself; yield its name and tokens (n,) uint16, part by part.
+
+    With GPT-2's tokens, <|endoftext|> separates the texts, as in nanoGPT's OpenWebText.
+    """
+
+    def is_mark(piece: str) -> bool:
+        return piece == "" and tokenizer.method == "bpe"
+
     for name, pieces in cut_segments(texts, segments):
-        for part in word_parts(pieces):
-            yield name, tokenizer.encode(part)
+        for is_end, document in itertools.groupby(pieces, is_mark):
+            if is_end:
+                yield name, np.array([END_OF_TEXT], np.uint16)
+                continue
+            for part in word_parts(document):
+                yield name, tokenizer.encode(part)
 
 
 def load_text(

@@ -77,6 +77,13 @@ def test_parts_have_the_tokens_of_the_whole(write, bpe, monkeypatch, method):
     equal()
 
 
+def test_gpt2s_end_of_text_separates_texts(write, bpe):
+    texts = write("To be\n", "or", "not")
+    tokens = [each for _, part in encode_segments(texts, [("train", 12)], bpe) for each in part]
+    assert bpe.decode(tokens) == "To be\n<|endoftext|>or\n<|endoftext|>not"
+    assert tokens.count(50256) == 2
+
+
 @pytest.mark.parametrize("train_split", [0.0, 0.1, 1.0])
 def test_splits_out_of_range_are_refused(write, train_split):
     with pytest.raises(UserError, match=f"^ERROR: train_split={train_split}: .* of 4 "):

@@ -16,7 +16,6 @@ import torch
 from helpers import make_mixed_text, make_text, refuse, refuse_in_one_line, succeed
 
 import detect
-from common.process import UserError
 from corpus.encode import word_parts
 from detect import DetectSettings, default_reader_path, encode_text, open_reward_model
 from reading.page import describe_texts
@@ -125,6 +124,7 @@ REFUSED = """
 --reward_model_path last.pt => the head of last.pt has no output per token
 --reward_model_path model.pt => model.pt holds a generator, not a reward model
 --natural_model last.pt => natural_model is ignored without generator
+--generator more => one of reward_model_path and generator is required
 --generator model.pt => generator=model.pt: one small model alone cannot tell what it wrote
 --text more => more: no text file
 --text mixed.txt more/mixed.txt => {tmp_path}/out/mixed.crossover.html would replace a file or another page
@@ -232,8 +232,3 @@ def test_the_time_is_linear_in_the_text(reading, corpus, tmp_path):
             taken.append(time.process_time() - began)
         seconds.append(min(taken))
     assert seconds[1] < 12 * seconds[0]
-
-
-def test_settings_name_one_model():
-    with pytest.raises(UserError, match="one of reward_model_path and generator"):
-        DetectSettings(reward_model_path="a.pt", generator="b").errors(["a.pt"]).raise_if_any()
