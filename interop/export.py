@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from common.files import atomic_folder
+from common.files import atomic_folder, write_text
 from common.log import print0
 from common.process import require, run_main
 from common.settings import Settings, parse_settings, setting
@@ -16,6 +16,27 @@ from lm.checkpoint import build_model, choose_tokenizer, load_checkpoint
 from lm.huggingface import load_transformers, their_model
 
 END = "<|endoftext|>"  # the token that ends a text, if the vocabulary has it
+ABOUT = """# A generator of Crossover
+
+It continues text: it has no chat template.
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")
+    tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
+    ids = tokenizer("To be", return_tensors="pt").input_ids
+    print(tokenizer.decode(model.generate(ids, max_new_tokens=20)[0]))
+
+- **Length.** Prompt and completion together fit into {length} tokens; cut longer texts before.
+- **End of a text.** Its token: {end}. Without one, generation ends at `max_new_tokens`. TRL demands
+  one; `CrossoverReward` and `CrossoverTrainer` add an id that the model cannot write.
+- **Padding.** There is no padding token. For several prompts at once set
+  `tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)` and `tokenizer.padding_side = "left"`,
+  and pass the attention mask.
+- **Unknown characters.** A tokenizer of characters knows only those of its corpus: others raise an
+  error. Byte pairs know every text.
+- **Sampling.** `generate` samples from the whole distribution at temperature 1.
+- **What else reads it**: scripts of Crossover, as a checkpoint, and TRL.
+"""
 
 
 @dataclass
@@ -62,6 +83,13 @@ def main() -> None:
     with atomic_folder(output_dir) as partial:
         their_tokenizer.save_pretrained(partial)
         model.save_pretrained(partial)
+        write_text(
+            partial / "README.md",
+            ABOUT.format(
+                length=checkpoint["config"].block_size,
+                end=their_tokenizer.eos_token,
+            ),
+        )
     print0(f"Saved {output_dir}")
 
 

@@ -239,6 +239,7 @@ def test_an_export_read_again_is_the_same_checkpoint(tmp_path, transformers, gen
     ).splitlines()
     assert figures[0].partition(": ")[2] == figures[1].partition(": ")[2]
     assert "already exists" in refuse_in_one_line(EXPORT, checkpoint_path=generator, output_dir=out)
+    assert "Its token: None" in (out / "README.md").read_text()
 
 
 @pytest.mark.interop
