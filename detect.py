@@ -257,6 +257,12 @@ def read_file(path: Path, page: Path, source: Source, fitted_texts: str) -> dict
     return figures
 
 
+def suspicion(item: tuple[str, dict[str, Any]]) -> tuple[bool, float]:
+    """Return what orders the figures of texts: suspicious ones come first, unlike ones last."""
+    _, figures = item
+    return not figures.get("is_usual"), figures.get("all_natural", 1.0)
+
+
 def run(settings: DetectSettings) -> dict[str, Any]:
     """Read the texts; return the reader's figures, by sampling setting."""
     files = text_files(settings.text)
@@ -291,7 +297,7 @@ def run(settings: DetectSettings) -> dict[str, Any]:
             figures = {"error": one_line(error)}
             warn(f"{file} is not read: {figures['error']}")
         results[str(file)] = figures
-    results = dict(sorted(results.items(), key=lambda item: item[1].get("all_natural", 1.0)))
+    results = dict(sorted(results.items(), key=suspicion))
     if len(files) > 1:
         print0("\n".join(describe_texts(results)))
     if settings.output_path is not None:

@@ -69,7 +69,7 @@ def encode_start(tokenizer: TokenizationManager, start: str | None) -> np.ndarra
 
 def until(text: str, stop: str | None, begin: int) -> str:
     """Return a text up to the first `stop` from the character `begin` on, or all of it."""
-    if stop is None:
+    if not stop:
         return text
     return text[:begin] + text[begin:].partition(stop)[0]
 

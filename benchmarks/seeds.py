@@ -105,6 +105,8 @@ def print_table(values: Mapping[str, np.ndarray], figures: Sequence[str], policy
     print(f"| model | {' | '.join(figures)} |\n| --- |{' --- |' * len(figures)}")
     for name, of_model in values.items():
         print(f"| {name} | {' | '.join(map(interval, of_model))} |")
+    if policy not in values:
+        return
     print("\nPolicy - model:")
     for name in [name for name in values if name != policy]:
         for figure, differences in zip(figures, values[policy] - values[name], strict=True):

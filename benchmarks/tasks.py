@@ -242,7 +242,9 @@ def main() -> None:
     measure = Measure(starts[0], settings.split)
     results["natural"] = [measure.of_natural_text()]
     with ThreadPoolExecutor(settings.parallel) as pool:
-        results["seconds"] = list(pool.map(lambda seed: distil(settings, seed), settings.seeds))
+        seconds = list(pool.map(lambda seed: distil(settings, seed), settings.seeds))
+        if all(seconds):  # none was distilled by an earlier command
+            results["seconds"] = seconds
         results["starts"] = list(pool.map(measure, starts))
         paths = [distilled(settings, seed) for seed in settings.seeds]
         results["distilled"] = list(pool.map(measure, paths))

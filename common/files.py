@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import pickle
-import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,25 +44,25 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def atomic_folder(folder: str | Path, stale: Sequence[str] = ()) -> Iterator[Path]:
+def atomic_folder(folder: Path, stale: Sequence[str] = ()) -> Iterator[Path]:
     """Yield a folder to write files to. On success they replace those of `folder`, and others there
-    that are `stale` go; else nothing changes.
+    that are `stale` go; on an error nothing changes.
 
     The earlier files stay until all new ones are whole. Then those that come last in the alphabet
     go first and come last, so that a reader who needs them reads no mixture of both.
     """
-    folder = Path(folder).resolve()
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        yield partial
-        folder.mkdir(parents=True, exist_ok=True)
-        names = sorted(path.name for path in partial.iterdir())
-        for name in sorted({*names, *stale}, reverse=True):
-            (folder / name).unlink(missing_ok=True)
-        for name in names:
-            os.replace(partial / name, folder / name)
+        with tempfile.TemporaryDirectory(".partial", ".", folder) as partial:
+            yield Path(partial)
+            names = sorted(os.listdir(partial))
+            for name in sorted({*names, *stale}, reverse=True):
+                (folder / name).unlink(missing_ok=True)
+            for name in names:
+                os.replace(Path(partial, name), folder / name)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # if nothing was written
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:

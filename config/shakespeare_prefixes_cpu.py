@@ -1,6 +1,6 @@
 # Own and natural prefixes where the generator has read more than the default's play: settings of
-# run_cycles.py. Natural model, GRPO and distillation are those of the default, and the generator
-# has the recipe of the default's control_natural.
+# run_cycles.py. Natural model and GRPO are those of the default, the generator has the recipe of
+# the default's control_natural. Distillation has another rate, which is better here.
 #
 #     python benchmarks/seeds.py --run_config config/shakespeare_prefixes_cpu.py --seeds 1 2 3 \
 #         --out_dir out/five --options=--dataset=shakespeare_five \

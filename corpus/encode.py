@@ -205,7 +205,7 @@ def encode_segments(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Encode each named segment by itself; yield its name and tokens (n,) uint16, part by part.
 
-    With GPT-2's tokens, <|endoftext|> separates the texts, as in nanoGPT's OpenWebText.
+    With GPT-2's tokens, <|endoftext|> separates the texts.
     """
 
     def is_mark(piece: str) -> bool:

@@ -156,8 +156,8 @@ def continuations(
     it, then (B, T + 1), (B, T + 2), ...
 
     Beyond the block the oldest tokens leave the window, and the whole window is computed again for
-    every token. A prompt has at least one token. Raise UserError for another shape, unknown ids or
-    a reward model, and if logits are NaN.
+    every token. A prompt has at least one token. Until the last step dropout and gradients are off.
+    Raise UserError for another shape, unknown ids or a reward model, and if logits are NaN.
     """
     config: Any = model.config
     require(config.mode == "generator", "a reward model cannot generate: use a generator")
@@ -185,8 +185,8 @@ def continuations(
     cache = KVCache(model, len(idx), min(length, config.block_size))
     num_cached = 0
     yield idx
-    for position in range(idx.size(1), length):
-        with evaluating(model), without_cudnn_attention():
+    with evaluating(model), without_cudnn_attention():
+        for position in range(idx.size(1), length):
             if position <= config.block_size:
                 cache.at(num_cached, position - num_cached, len(idx))
                 logits, _ = model(idx[:, num_cached:], kv_cache=cache)
@@ -195,5 +195,5 @@ def continuations(
                 logits, _ = model(idx[:, -config.block_size :])
             drawn, model_log_probs = sample_tokens(logits[:, -1], uniforms[:, position], sampling)
             check_drawn(model_log_probs)
-        idx = torch.cat((idx, drawn[:, None]), dim=1)
-        yield idx
+            idx = torch.cat((idx, drawn[:, None]), dim=1)
+            yield idx
