@@ -77,7 +77,7 @@ class DetectSettings(Settings):
             self.check_ignored(errors, ["device"], "for a model of transformers")
             errors.check(
                 not self.generator.endswith(".pt"),
-                f"generator={self.generator}: one small model alone cannot tell what it wrote",
+                f"generator={self.generator}: a small generator needs a natural model beside it",
                 "Make a reward model of it and a natural model, and pass it with "
                 "--reward_model_path",
             )

@@ -63,7 +63,7 @@ class DetectSettings(Settings):
     """Compare our reader of a model with its peers."""
 
     model_path: str | None = setting(None, model_file="optional")
-    """a likelihood reward model, or a generator alone"""
+    """a likelihood reward model"""
     dataset: str = "shakespeare_play"
     """its corpus: the select part of val.bin fits, test.bin is measured"""
     generator: str | None = None

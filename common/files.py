@@ -46,10 +46,11 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
 @contextlib.contextmanager
 def atomic_folder(folder: Path, stale: Sequence[str] = ()) -> Iterator[Path]:
     """Yield a folder to write files to. On success they replace those of `folder`, and others there
-    that are `stale` go; on an error nothing changes.
+    that are `stale` go; on an error while they are written nothing changes.
 
     The earlier files stay until all new ones are whole. Then those that come last in the alphabet
-    go first and come last, so that a reader who needs them reads no mixture of both.
+    go first and come last, so that a reader who needs them reads no mixture of both. If that
+    exchange is interrupted, the folder is incomplete and must be made again.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:

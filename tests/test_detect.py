@@ -125,7 +125,7 @@ REFUSED = """
 --reward_model_path model.pt => model.pt holds a generator, not a reward model
 --natural_model last.pt => natural_model is ignored without generator
 --generator more => one of reward_model_path and generator is required
---generator model.pt => generator=model.pt: one small model alone cannot tell what it wrote
+--generator model.pt => generator=model.pt: a small generator needs a natural model beside it
 --text more => more: no text file
 --text mixed.txt more/mixed.txt => {tmp_path}/out/mixed.crossover.html would replace a file or another page
 --sampling hot => sampling=hot
