@@ -43,8 +43,8 @@ class SampleSettings(Settings):
     """sample only from the k likeliest tokens; None: from all"""
     top_p: float = setting(1.0, above=0, maximum=1)
     """sample only from the likeliest tokens that have this probability together"""
-    stop: str | None = None
-    """end a text before this text, as "<|endoftext|>"; None: at max_new_tokens"""
+    stop: str = ""
+    """end a text before this text, as "<|endoftext|>"; empty: at max_new_tokens"""
     meta_path: str | None = None
     """meta.pkl or tokenizer.json; None: the checkpoint's tokenizer, else GPT-2's BPE"""
     device: str = "auto"
@@ -67,7 +67,7 @@ def encode_start(tokenizer: TokenizationManager, start: str | None) -> np.ndarra
     return tokens
 
 
-def until(text: str, stop: str | None, begin: int) -> str:
+def until(text: str, stop: str, begin: int) -> str:
     """Return a text up to the first `stop` from the character `begin` on, or all of it."""
     if not stop:
         return text
@@ -96,7 +96,7 @@ def main() -> None:
             if until(text, settings.stop, begin) != text:
                 break
             # What may be the beginning of the stop text, or of a character, is not printed yet.
-            end = max(num_printed, len(text.rstrip("\ufffd")) - len(settings.stop or ""))
+            end = max(num_printed, len(text.rstrip("\ufffd")) - len(settings.stop))
             print0(text[num_printed:end], end="")
             num_printed = end
     texts = [until(tokenizer.decode(row.tolist()), settings.stop, begin) for row in rows]

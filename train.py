@@ -75,14 +75,12 @@ class TrainSettings(Settings):
     """steps between evaluations"""
     eval_only: bool = setting(False, free=True)
     """evaluate the checkpoint in out_dir, or of init_from, on the validation split, and exit"""
-    tracker: Literal["none", "wandb"] = setting("none", free=True)
-    """also send the records to Weights & Biases (pip install wandb first)"""
     wandb_log: bool = setting(False, free=True)
-    """nanoGPT's name for --tracker wandb"""
+    """also send the records to Weights & Biases (pip install wandb first)"""
     wandb_project: str = setting("crossover", free=True)
-    """project of the tracker"""
+    """project in Weights & Biases"""
     wandb_run_name: str = setting("train", free=True)
-    """run name of the tracker"""
+    """name of the run in Weights & Biases"""
     dataset: str = setting("shakespeare_char", reads="dataset", changeable=True)
     """folder of train.bin and val.bin: a path, or a name below data/"""
     gradient_accumulation_steps: int = setting(1, minimum=1)
@@ -135,10 +133,6 @@ class TrainSettings(Settings):
     """compile the model with torch.compile"""
     seed: int = setting(1337, minimum=0)
     """seed of weights, batches and dropout"""
-
-    def __post_init__(self) -> None:
-        if self.wandb_log:
-            self.tracker = "wandb"
 
     def check_settings(self, errors: Errors) -> None:
         """Check names, schedules and the shape of new models."""
@@ -226,7 +220,7 @@ def run(settings: TrainSettings) -> dict[str, Any]:
 
     # the run, and its model: that of the saved state or of the checkpoint, or a new one
     run = Run(output, settings, {**corpus.record, **settings.new_shape()}, ranks)
-    run.start_tracker(settings, settings.wandb_project, settings.wandb_run_name)
+    run.start_wandb(settings, settings.wandb_project, settings.wandb_run_name)
     if run.is_resumed:
         with run.reading_state():
             model = GPT(ckpt.checked_contents(run.saved)["config"])

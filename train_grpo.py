@@ -121,7 +121,7 @@ class GRPOSettings(Settings):
     1: never"""
     eval_interval: int = setting(10, minimum=1)
     """steps between evaluations of natural loss and fresh completions"""
-    tracker: Literal["none", "wandb"] = setting("none", free=True)
+    wandb_log: bool = setting(False, free=True)
     """also send the records to Weights & Biases (pip install wandb first)"""
     device: str = setting("auto", free=True)
     """auto, cpu, cuda, cuda:N or mps; bfloat16 on CUDA, else float32"""
@@ -235,7 +235,7 @@ def run(settings: GRPOSettings) -> dict[str, Any]:
     scorer.gives_evidence = settings.reward == "evidence"
     print_choices(settings)
     training = Run(settings.output_path, settings)
-    training.start_tracker(settings, "crossover", training.output.stem)
+    training.start_wandb(settings, "crossover", training.output.stem)
 
     # What learns, and what the saved state contains. In a resumed run, `track` loads the state into
     # these objects; then the schedule has its original length.

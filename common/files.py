@@ -46,21 +46,29 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
 @contextlib.contextmanager
 def atomic_folder(folder: Path, stale: Sequence[str] = ()) -> Iterator[Path]:
     """Yield a folder to write files to. On success they replace those of `folder`, and others there
-    that are `stale` go; on an error while they are written nothing changes.
+    that are `stale` go; on an error, or if it is interrupted, nothing changes.
 
-    The earlier files stay until all new ones are whole. Then those that come last in the alphabet
-    go first and come last, so that a reader who needs them reads no mixture of both. If that
-    exchange is interrupted, the folder is incomplete and must be made again.
+    Files that come last in the alphabet go first and come last, so that a reader who needs them
+    reads no mixture of both versions. A process that is killed just then leaves both of them in
+    `folder`, part of them in a folder whose name begins with a dot.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(".partial", ".", folder) as partial:
             yield Path(partial)
-            names = sorted(os.listdir(partial))
-            for name in sorted({*names, *stale}, reverse=True):
-                (folder / name).unlink(missing_ok=True)
-            for name in names:
-                os.replace(Path(partial, name), folder / name)
+            names = os.listdir(partial)
+            gone = sorted({*names, *stale}, reverse=True)
+            moves = [(folder / name, Path(partial, f"{name}.earlier")) for name in gone]
+            moves += [(Path(partial, name), folder / name) for name in sorted(names)]
+            try:
+                for source, target in moves:
+                    if source.exists():
+                        source.rename(target)
+            except BaseException:
+                for source, target in reversed(moves):
+                    if target.exists() and not source.exists():
+                        target.rename(source)
+                raise
     finally:
         with contextlib.suppress(OSError):
             folder.rmdir()  # if nothing was written

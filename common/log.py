@@ -1,11 +1,10 @@
-"""Log a run: a printed line and a JSON record for each step, progress bars, and trackers.
+"""Log a run: a printed line and a JSON record for each step, and progress bars.
 
     python -c "from common.log import read_records; print(read_records('out/run.jsonl'))"
 
 A record is a dict with `step`, written as one line of JSON.
 """
 
-import importlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from common.files import reading_file, write_text
-from common.process import UserError, explaining, is_main_rank
+from common.process import UserError, is_main_rank
 
 # Values printed to the console, in this order. Records contain all metrics.
 SHOWN = (
@@ -87,8 +86,7 @@ class RunLog:
     """Writes the records of a run, on rank 0.
 
     The first record replaces an earlier run's, except those up to step `kept` of a resumed run
-    (-1: none); `seconds` go on from theirs. A `tracker` also gets the numbers among the metrics of
-    each step.
+    (-1: none); `seconds` go on from theirs. A `tracker` also gets the metrics of each step.
     """
 
     def __init__(self, path: str | Path, kept: int = -1) -> None:
@@ -122,8 +120,7 @@ class RunLog:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         if self.tracker is not None:
-            numbers = {n: value for n, value in metrics.items() if isinstance(value, (int, float))}
-            self.tracker(numbers, step=step)
+            self.tracker(metrics, step=step)
         if not quiet:
             shown = {name: record[name] for name in SHOWN if name in record}
             print0(f"{format_metrics(shown)} | {seconds:.0f} s")
@@ -138,29 +135,3 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     with reading_file(path, "move the file away to continue"):
         lines = Path(path).read_text(encoding="utf-8").split("\n")
         return [json.loads(line) for line in lines[:-1]]
-
-
-def start_tracker(
-    tracker: str, settings: dict[str, Any], project: str, name: str, run_id: str
-) -> Callable[..., Any] | None:
-    """Return a function that sends numbers and their step to Weights & Biases; None for "none", and
-    on other ranks than 0.
-
-    settings: of the run. project, name and run_id: of the run in Weights & Biases, which goes on if
-    it has a run_id.
-    """
-    if tracker == "none" or not is_main_rank():
-        return None
-    # It can be missing, lack a login, or have no network.
-    with explaining(f"--tracker {tracker}", "pip install it and log in, or leave the option out"):
-        wandb = importlib.import_module("wandb")
-        # reinit ends the run of an earlier training in this process.
-        run = wandb.init(
-            project=project,
-            name=name,
-            config=settings,
-            id=run_id,
-            resume="allow",
-            reinit=True,
-        )
-        return run.log

@@ -31,8 +31,8 @@ from helpers import settings_of
 
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
-    "nodes of the product": 40_609,
-    "nodes of tests": 42_854,
+    "nodes of the product": 40_603,
+    "nodes of tests": 42_821,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
     "nodes per line": 5.8,
@@ -42,7 +42,7 @@ BUDGETS = {
     "conditional expressions per 100 lines": 2.0,
     "files at the root": 14,
     "folders": 10,
-    "options of train": 36,
+    "options of train": 35,
     "options of train_grpo": 26,
     "options of train_reward_model": 13,
     "options of prepare_reward_data": 17,
@@ -54,7 +54,7 @@ BUDGETS = {
     "options of data/shakespeare_char/prepare": 0,  # those of every corpus
     "options of interop/export": 3,
     "options of detect": 10,
-    "options of all scripts": 146,
+    "options of all scripts": 145,
 }
 # Which modules a script may load, by folder or name. grpo in evaluate is not needed, but loaded
 # today.

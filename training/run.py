@@ -8,6 +8,7 @@ step. A resumed run of the same settings and inputs ends in the same tensors.
 """
 
 import contextlib
+import importlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -16,8 +17,8 @@ from typing import Any
 
 from common.distributed import ONE_RANK, Ranks
 from common.files import load_state, lock_output, reading_file, save_state
-from common.log import RunLog, print0, progress, start_tracker
-from common.process import UserError, flag_signals, require
+from common.log import RunLog, print0, progress
+from common.process import UserError, explaining, flag_signals, require
 from common.settings import differing_settings
 from lm.identity import identity_of
 
@@ -97,14 +98,26 @@ class Run:
         for name in self.identity.keys() - compared.keys():
             print0(f"{name} failed in the run before: it may have changed")
 
-    def start_tracker(self, settings: Any, project: str, name: str) -> None:
-        """Send the records to the tracker of the settings, if they name one, as well.
+    def start_wandb(self, settings: Any, project: str, name: str) -> None:
+        """Send the records to Weights & Biases as well, if the settings ask for it.
 
         A resumed run continues the same run there. project and name: in Weights & Biases.
         """
-        self.records.tracker = start_tracker(
-            settings.tracker, asdict(settings), project, name, self.tracker_id
-        )
+        if self.ranks.rank != 0 or not settings.wandb_log:
+            return
+        # It can be missing, lack a login, or have no network.
+        with explaining("--wandb_log", "pip install wandb and log in, or leave the option out"):
+            wandb = importlib.import_module("wandb")
+            # reinit ends the run of an earlier training in this process.
+            run = wandb.init(
+                project=project,
+                name=name,
+                config=asdict(settings),
+                id=self.tracker_id,
+                resume="allow",
+                reinit=True,
+            )
+            self.records.tracker = run.log
 
     def track(self, **parts: Any) -> None:
         """Save these parts with the state, and restore those of a resumed run.

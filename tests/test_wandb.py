@@ -1,6 +1,6 @@
-"""The tracker: every record is sent once, and a failure is one line; with a stand-in for the package.
+"""Weights & Biases: every record is sent once, a failure is one line; with a stand-in for the package.
 
-pytest tests/test_trackers.py
+pytest tests/test_wandb.py
 """
 
 import sys
@@ -22,13 +22,11 @@ def wandb(monkeypatch):
     return module
 
 
-def numbers_of(path):
-    """(step, numbers) of the records of a run."""
+def metrics_of(path):
+    """(step, metrics) of the records of a run."""
     for record in read_records(path / "model_checkpoint.jsonl"):
-        step = record.pop("step")
-        del record["seconds"]  # trackers have clocks of their own
-        is_number = {name: isinstance(value, int | float) for name, value in record.items()}
-        yield step, {name: record[name] for name in record if is_number[name]}
+        del record["seconds"]  # wandb has a clock of its own
+        yield record.pop("step"), record
 
 
 def test_every_record_is_sent_to_wandb(wandb, corpus, tmp_path):
@@ -39,20 +37,20 @@ def test_every_record_is_sent_to_wandb(wandb, corpus, tmp_path):
     assert begun["config"]["max_iters"] == 20
     calls = wandb.init.return_value.log.call_args_list
     sent = [(call.kwargs["step"], call.args[0]) for call in calls]
-    assert len(sent) == 22 and sent == list(numbers_of(tmp_path))
+    assert len(sent) == 22 and sent == list(metrics_of(tmp_path))
     succeed("train", dataset=corpus, out_dir=tmp_path, init_from="resume", **TINY_TRAIN, **names)
     assert wandb.init.call_args.kwargs["id"] == begun["id"] and begun["resume"] == "allow"
 
 
-def test_a_tracker_that_cannot_be_is_one_line(wandb, monkeypatch, corpus, tmp_path):
+def test_wandb_that_cannot_start_is_one_line(wandb, monkeypatch, corpus, tmp_path):
     """The state of an earlier run is still there."""
-    options = {"dataset": corpus, "out_dir": tmp_path, "tracker": "wandb", **TINY_TRAIN}
+    options = {"dataset": corpus, "out_dir": tmp_path, "wandb_log": True, **TINY_TRAIN}
     options["overwrite"] = True
     (tmp_path / "model_checkpoint.resume").touch()
     wandb.init.side_effect = RuntimeError("nobody is logged in")
     line = refuse_in_one_line("train", **options)
-    assert line.startswith("ERROR: --tracker wandb (nobody is logged in): ")
+    assert line.startswith("ERROR: --wandb_log (nobody is logged in): ")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert "ERROR: --tracker wandb (import of wandb" in refuse_in_one_line("train", **options)
+    assert "ERROR: --wandb_log (import of wandb" in refuse_in_one_line("train", **options)
     assert not list(tmp_path.glob("*.pt"))
     assert (tmp_path / "model_checkpoint.resume").exists()
