@@ -53,21 +53,21 @@ DISTIL = {
     "prefixes": "natural",
     "prompts_per_step": 48,
     "updates_per_step": 3,
-    "learning_rate": 8e-3,
+    "learning_rate": 5e-3,
     "max_steps": 75,
 }
 FAMILIES = {
     "distilled, alone": {
         "prompts_per_step": 16,
         "group_size": 8,
-        "learning_rate": 1e-3,
+        "learning_rate": 2e-3,
         "max_steps": 80,
     },
     "crossover": {
         "prompts_per_step": 12,
         "group_size": 4,
         "updates_per_step": 3,
-        "learning_rate": 1e-3,
+        "learning_rate": 2e-3,
         "max_steps": 130,
     },
 }
@@ -87,7 +87,7 @@ class TasksSettings(Settings):
     """folder for policies, results.json and tasks.png"""
     split: Literal["test", "val"] = "test"
     """the play on which the policies are measured; val: to choose settings"""
-    kl_weights: tuple[float, ...] = (0.04, 0.3, 1.0)
+    kl_weights: tuple[float, ...] = (0.04, 0.1, 0.3)
     """weights of the KL to the distilled model beside the task's reward"""
     function_weights: tuple[float, ...] = (2.0, 4.0, 8.0)
     """weights of the task's reward beside the crossover reward"""

@@ -11,7 +11,6 @@ a number of characters. A segment without a name is left out. Each segment is en
 
 import hashlib
 import itertools
-import os
 import re
 import shutil
 import subprocess
@@ -93,18 +92,14 @@ def text_files(paths: Sequence[str | Path]) -> list[Path]:
 def texts_below(folder: Path) -> list[Path]:
     """Return the *.txt and *.TXT files below a folder, sorted, without hidden files and folders.
 
-    Links to folders are followed, to each folder once.
+    Links to folders are not followed.
     """
     texts = []
-    seen = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        if os.path.realpath(place) in seen:
-            folders.clear()
-            continue
-        seen.add(os.path.realpath(place))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        texts += [Path(place, name) for name in names if not name.startswith(".")]
-    return sorted(path for path in texts if path.suffix.lower() == ".txt")
+    for path in sorted(folder.rglob("*")):
+        is_hidden = "/." in f"/{path.relative_to(folder).as_posix()}"
+        if path.suffix.lower() == ".txt" and not is_hidden:
+            texts.append(path)
+    return texts
 
 
 def scan_text(path: Path) -> Text:
