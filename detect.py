@@ -11,7 +11,6 @@ reader, beside the model. Without texts, only the reader.
 Packages for models of transformers: requirements-interop.txt.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,8 +234,7 @@ def read_file(path: Path, page: Path, source: Source, fitted_texts: str) -> dict
 
     fitted_texts: hashes of the natural texts that the reader was fitted on.
     """
-    raw = read_text(path, newline="")
-    text = raw.replace("\r\n", "\n").replace("\r", "\n")
+    text = read_text(path)
     is_known = hash_bytes(text.encode()) in fitted_texts
     require(not is_known, f"{path} is one of the natural texts that the reader was fitted on")
     require(len(text) > 0, f"{path} is empty")
@@ -246,14 +244,11 @@ def read_file(path: Path, page: Path, source: Source, fitted_texts: str) -> dict
         f"{path} has too few tokens ({len(ids)}): at least 2 are needed, because the first has no "
         "evidence",
     )
-    returns = [match.start() for match in re.finditer("\r\n", raw)]
-    kept = np.delete(np.arange(len(raw)), returns)  # the characters that text has
-    ends = np.append(0, kept + 1)[ends]
     reading = source.reader.read(ids)
     figures = find_passages(ends, reading, source.reader.ways)
     shown = {**figures, "generator": source.name, "reader": source.reader.describe()}
-    write_page(page, path.name, raw, ends, reading.natural, shown)
-    print0("\n".join(describe_passages(f"{path} ({page})", raw, shown)))
+    write_page(page, path.name, text, ends, reading.natural, shown)
+    print0("\n".join(describe_passages(f"{path} ({page})", text, shown)))
     return figures
 
 

@@ -23,6 +23,7 @@ from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from data_loader import Corpus, open_corpus, open_token_file, validation_part
 from grpo.evaluation import EVAL_SAMPLES, measure_completions
+from grpo.rollouts import complete_prompts
 from lm import checkpoint as ckpt
 from lm.completions import Completer
 from lm.losses import perplexity, text_losses, token_losses
@@ -156,7 +157,8 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
                 prompts = draw_prompts(
                     part, length, FRESH_PROMPTS, EVAL_SAMPLES, SEED, "eval", "fresh"
                 )
-                figures.update(measure_completions(model, scorer, prompts))
+                rollouts = complete_prompts(model, prompts)
+                figures.update(measure_completions(scorer, prompts.natural, rollouts))
         print0(f"{path}:")
         print_figures(figures)
     if settings.output_path is not None:

@@ -80,17 +80,16 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def read_pieces(path: str | os.PathLike, newline: str | None = None) -> Iterator[str]:
-    """Yield the text of a UTF-8 file in pieces of CHUNK characters, without a byte-order mark.
-
-    newline: as of `open`; None: all ends of lines become \\n.
+def read_pieces(path: str | os.PathLike) -> Iterator[str]:
+    """Yield the text of a UTF-8 file in pieces of CHUNK characters, without a byte-order mark. All
+    ends of lines become \\n.
 
     Raise UserError if the file does not exist, has another encoding or contains the character NUL.
     """
     require(os.path.exists(path), f"{path} does not exist: pass an existing text file")
     require(not os.path.isdir(path), f"{path} is a folder: pass one text file")
     try:
-        with open(path, encoding="utf-8-sig", newline=newline) as file:
+        with open(path, encoding="utf-8-sig") as file:
             for piece in iter(lambda: file.read(CHUNK), ""):
                 require(
                     "\0" not in piece, f"{path} contains a NUL character, so it is not UTF-8 text"
@@ -103,9 +102,9 @@ def read_pieces(path: str | os.PathLike, newline: str | None = None) -> Iterator
         ) from None
 
 
-def read_text(path: str | os.PathLike, newline: str | None = None) -> str:
+def read_text(path: str | os.PathLike) -> str:
     """Return the text of a UTF-8 file; see read_pieces."""
-    return "".join(read_pieces(path, newline))
+    return "".join(read_pieces(path))
 
 
 def text_file(data_path: str | Path) -> Path:

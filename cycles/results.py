@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from common.intervals import mean_figures
+from common.log import read_records
 from cycles.ledger import Ledger, Record
 
 KINDS = {  # of models, by the kind of the stage that makes them
@@ -91,8 +92,8 @@ class Results:
 
     cycle: the last one whose policy is evaluated, or 0. models: those that this cycle measured.
     by_kind: the same by their kinds; `policy` is that of this cycle. natural: the figures of
-    natural text, named as those of a model. task: the names of the reward functions, joined by +,
-    or "".
+    natural text, named as those of a model. evaluations: the records of GRPO's evaluations. task:
+    the names of the reward functions, joined by +, or "".
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -110,6 +111,8 @@ class Results:
                 policy = page_figures(measured[f"base_model_v{self.cycle + 1}"])
                 self.models.append(read_model(ledger, name, page_figures(measured[name]), policy))
         self.by_kind = {model.kind: model for model in self.models}
+        records = read_records(ledger.folder / f"base_model_v{self.cycle + 1}.jsonl")
+        self.evaluations = [record for record in records if "texts" in record]
         self.natural: Record = {}
         if self.models:
             figures = self.models[0].figures

@@ -6,6 +6,7 @@ Shapes: P prompts, G completions of each, R = P * G rows, N tokens in a row.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.device import autocast
 from common.intervals import mean_figures
@@ -14,24 +15,28 @@ from grpo.exact import exact_divergence
 from grpo.rollouts import Rollouts, complete_prompts, sample
 from grpo.sampled import kl_estimate, sequence_rewards
 from lm.losses import mean_over_mask, measure_loss
-from lm.prompts import Prompts, draw_prompts
+from lm.prompts import draw_prompts
 from reward.scorer import RewardScorer
 
 EVAL_PROMPTS = 64
 EVAL_SAMPLES = 2  # completions of each prompt
+NUM_TEXTS = 4  # completions that are among the figures as text, with their prompts
 
 
 def evaluate_policy(
     policy: Any, scorer: RewardScorer, corpus: Corpus, seed: int, prefixes: str
 ) -> dict[str, Any]:
     """Return the figures that docs/reference.md defines, on the select part: natural loss and fresh
-    completions of the same prompts each time, and with natural prefixes the divergence there.
+    completions of the same prompts each time, some of them as text, and with natural prefixes the
+    divergence there.
     """
     length = policy.config.block_size
     tokens = validation_part(corpus.val, length, "select")
     figures = measure_loss("select_loss", policy, corpus)
     prompts = draw_prompts(tokens, length, EVAL_PROMPTS, EVAL_SAMPLES, seed, "eval", "select")
-    figures.update(measure_completions(policy, scorer, prompts))
+    rollouts = complete_prompts(policy, prompts)
+    figures.update(measure_completions(scorer, prompts.natural, rollouts))
+    figures["texts"] = list(map(corpus.tokenizer.decode, rollouts.ids[:NUM_TEXTS].tolist()))
     if prefixes == "natural":
         rollouts = sample(policy, tokens, prefixes, EVAL_PROMPTS, 1, seed, 0)
         figures["kl_natural_prefixes"] = natural_divergence(policy, scorer, rollouts)
@@ -52,11 +57,12 @@ def natural_divergence(policy: Any, scorer: RewardScorer, rollouts: Rollouts) ->
 
 
 @torch.no_grad()
-def measure_completions(policy: Any, scorer: RewardScorer, prompts: Prompts) -> dict[str, Any]:
-    """Return the figures of fresh completions beside those of natural text."""
-    rollouts = complete_prompts(policy, prompts)
-    natural = prompts.natural.to(rollouts.ids.device)  # (P, N)
-    group_size = prompts.prefix_lengths.size(1)
+def measure_completions(
+    scorer: RewardScorer, natural: Tensor, rollouts: Rollouts
+) -> dict[str, Any]:
+    """Return the figures of fresh completions beside those of the natural text (P, N) itself."""
+    natural = natural.to(rollouts.ids.device)
+    group_size = len(rollouts.ids) // len(natural)
     scores = scorer(rollouts.ids, rollouts.mask)
     natural_scores = scorer(natural, rollouts.mask[::group_size])
     rewards = {f"fresh_{name}": values for name, values in scores.rows.items()}
