@@ -166,7 +166,7 @@ def test_an_interruption_leaves_the_earlier_corpus(tmp_path, write, monkeypatch,
     characters = make_tokenizer("char", texts, segments)
 
     def contents() -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in folder.glob("[a-z]*")}
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
 
     prepare_texts(texts, folder, bpe, segments)
     before = contents()
@@ -175,7 +175,7 @@ def test_an_interruption_leaves_the_earlier_corpus(tmp_path, write, monkeypatch,
             end_in_call(patch, owner, name, number, press_ctrl_c)
             prepare_texts(texts, folder, characters, segments)
             break  # there are fewer changes
-        assert contents() == before and not list(folder.glob(".*"))
+        assert contents() == before
     assert number > 2 and "meta.pkl" in contents()
 
 

@@ -203,8 +203,8 @@ def test_parts_of_a_text_end_with_words(monkeypatch):
 
 
 def test_ends_of_lines_make_no_difference(reading, tmp_path):
-    text = (tmp_path / "mixed.txt").read_text()
-    (tmp_path / "windows.txt").write_bytes(text.replace("\n", "\r\n").encode())
+    raw = (tmp_path / "mixed.txt").read_bytes()
+    (tmp_path / "windows.txt").write_bytes(raw.replace(b"\n", b"\r\n"))
     found = figures_of(reading, text=["mixed.txt", "windows.txt"])
     assert found["mixed.txt"] == found["windows.txt"]
 

@@ -44,8 +44,13 @@ def test_every_record_is_sent_to_wandb(wandb, corpus, tmp_path):
 
 def test_wandb_that_cannot_start_is_one_line(wandb, monkeypatch, corpus, tmp_path):
     """The state of an earlier run is still there."""
-    options = {"dataset": corpus, "out_dir": tmp_path, "wandb_log": True, **TINY_TRAIN}
-    options["overwrite"] = True
+    options = {
+        "dataset": corpus,
+        "out_dir": tmp_path,
+        "wandb_log": True,
+        "overwrite": True,
+        **TINY_TRAIN,
+    }
     (tmp_path / "model_checkpoint.resume").touch()
     wandb.init.side_effect = RuntimeError("nobody is logged in")
     line = refuse_in_one_line("train", **options)
