@@ -157,8 +157,9 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
                 prompts = draw_prompts(
                     part, length, FRESH_PROMPTS, EVAL_SAMPLES, SEED, "eval", "fresh"
                 )
-                rollouts = complete_prompts(model, prompts)
-                figures.update(measure_completions(scorer, prompts.natural, rollouts))
+                figures.update(
+                    measure_completions(scorer, prompts.natural, complete_prompts(model, prompts))
+                )
         print0(f"{path}:")
         print_figures(figures)
     if settings.output_path is not None:

@@ -30,7 +30,8 @@ class PrepareTextSettings(Settings):
 
     file_first: ClassVar[bool] = False
     paths: tyro.conf.Positional[tuple[str, ...]] = ()
-    """UTF-8 text files, or folders: all *.txt below them, sorted by name, without hidden ones"""
+    """UTF-8 text files, or folders: all *.txt below them, sorted, without hidden ones; links to
+    folders are not followed"""
     name: str | None = None
     """name of the corpus for --dataset of the other scripts; the folder is data/NAME"""
     out_dir: str | None = None

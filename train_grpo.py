@@ -122,7 +122,7 @@ class GRPOSettings(Settings):
     eval_interval: int = setting(10, minimum=1)
     """steps between evaluations of natural loss and fresh completions"""
     wandb_log: bool = setting(False, free=True)
-    """also send the records to Weights & Biases (pip install wandb first)"""
+    """also send the records, texts included, to Weights & Biases (pip install wandb first)"""
     device: str = setting("auto", free=True)
     """auto, cpu, cuda, cuda:N or mps; bfloat16 on CUDA, else float32"""
     seed: int = setting(42, minimum=0)

@@ -1,6 +1,6 @@
 """Draw what own prefixes gain over natural ones, by the length of the text that a generator knows.
 
-    python benchmarks/prefixes.py --judges out/judges.json out/judges_five.json out/judges_all.json
+    python benchmarks/prefixes.py
 
 Reads the models' figures that benchmarks/judges.py has written. Each is named by its path: the
 generators of out/seeds know one play, those of out/five five works, those of out/all 28. Prints the
@@ -31,7 +31,7 @@ FIGURES = {"judge_loss": "judge's loss", "smollm2_loss": "SmolLM2's loss"}
 class PrefixesSettings(Settings):
     """Draw policies of own and natural prefixes against the length of the generator's text."""
 
-    judges: tuple[str, ...] = ("out/judges.json",)
+    judges: tuple[str, ...] = ("out/judges.json", "out/judges_five.json", "out/judges_all.json")
     """files that benchmarks/judges.py has written"""
     output_path: str = "docs/prefixes.png"
     """the picture"""

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ import torch
 from common.process import UserError, explaining, require
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-CHUNK = 1 << 20  # characters or tokens that are read at a time
+CHUNK = 1_000_000  # characters or tokens that are read at a time
 held_locks: list[filelock.BaseFileLock] = []  # until the process ends
 
 
@@ -49,29 +50,30 @@ def atomic_folder(folder: Path, stale: Sequence[str] = ()) -> Iterator[Path]:
     that are `stale` go; on an error, or if it is interrupted, nothing changes.
 
     Files that come last in the alphabet go first and come last, so that a reader who needs them
-    reads no mixture of both versions. A process that is killed just then leaves both of them in
-    `folder`, part of them in a folder whose name begins with a dot.
+    reads no mixture of both versions. A process that is killed just then, or cannot undo the
+    exchange, leaves both of them in `folder`, part of them in a folder that ends in `.partial`.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(".partial", ".", folder))
+    moves: list[tuple[Path, Path]] = []
     try:
-        with tempfile.TemporaryDirectory(".partial", ".", folder) as partial:
-            yield Path(partial)
-            names = os.listdir(partial)
-            gone = sorted({*names, *stale}, reverse=True)
-            moves = [(folder / name, Path(partial, f"{name}.earlier")) for name in gone]
-            moves += [(Path(partial, name), folder / name) for name in sorted(names)]
-            try:
-                for source, target in moves:
-                    if source.exists():
-                        source.rename(target)
-            except BaseException:
-                for source, target in reversed(moves):
-                    if target.exists() and not source.exists():
-                        target.rename(source)
-                raise
-    finally:
+        yield partial
+        names = os.listdir(partial)
+        gone = sorted({*names, *stale}, reverse=True)
+        moves += [(folder / name, partial / f"{name}.earlier") for name in gone]
+        moves += [(partial / name, folder / name) for name in sorted(names)]
+        for source, target in moves:
+            if source.exists():
+                source.rename(target)
+    except BaseException:
+        for source, target in reversed(moves):
+            if target.exists() and not source.exists():
+                target.rename(source)
+        shutil.rmtree(partial)
         with contextlib.suppress(OSError):
-            folder.rmdir()  # if nothing was written
+            folder.rmdir()  # if it was empty
+        raise
+    shutil.rmtree(partial)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:

@@ -32,7 +32,7 @@ LEARNED_CHARACTERS = 20_000_000
 # It takes long to learn from long words, so they are cut: some scripts have no spaces.
 LEARNED_PART = 1000
 # At least so many characters are encoded at once; each takes up to 300 bytes of memory meanwhile.
-PART_CHARACTERS = 1 << 19
+PART_CHARACTERS = 500_000
 # Text up to the last end of a word. Characters, GPT-2's tokens and learned tokens of a text do not
 # change if it is cut before the first space or newline after a word.
 WHOLE_WORDS = re.compile(r".*\S(?=[ \n])", re.DOTALL)
@@ -94,12 +94,12 @@ def texts_below(folder: Path) -> list[Path]:
 
     Links to folders are not followed.
     """
-    texts = []
-    for path in sorted(folder.rglob("*")):
+
+    def is_text(path: Path) -> bool:
         is_hidden = "/." in f"/{path.relative_to(folder).as_posix()}"
-        if path.suffix.lower() == ".txt" and not is_hidden:
-            texts.append(path)
-    return texts
+        return path.suffix.lower() == ".txt" and path.is_file() and not is_hidden
+
+    return sorted(filter(is_text, folder.rglob("*")))
 
 
 def scan_text(path: Path) -> Text:

@@ -111,8 +111,8 @@ class Results:
                 policy = page_figures(measured[f"base_model_v{self.cycle + 1}"])
                 self.models.append(read_model(ledger, name, page_figures(measured[name]), policy))
         self.by_kind = {model.kind: model for model in self.models}
-        records = read_records(ledger.folder / f"base_model_v{self.cycle + 1}.jsonl")
-        self.evaluations = [record for record in records if "texts" in record]
+        path = ledger.folder / f"base_model_v{self.cycle + 1}.jsonl"
+        self.evaluations = [record for record in read_records(path) if "texts" in record]
         self.natural: Record = {}
         if self.models:
             figures = self.models[0].figures

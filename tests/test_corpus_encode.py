@@ -132,7 +132,7 @@ def test_texts_below_a_folder_are_read_and_hidden_ones_are_not(tmp_path):
     for name in ("texts/a.txt", "texts/.b/b.txt", "texts/.b.txt", "texts/c/c.TXT"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    (tmp_path / "texts/self").symlink_to(tmp_path / "texts")
+    (tmp_path / "texts/self.txt").symlink_to(tmp_path / "texts")
     found = [text.path for text in find_texts([tmp_path / "texts"])]
     assert found == [tmp_path / "texts/a.txt", tmp_path / "texts/c/c.TXT"]
 

@@ -103,21 +103,20 @@ class Run:
 
         A resumed run continues the same run there. project and name: in Weights & Biases.
         """
-        if self.ranks.rank != 0 or not settings.wandb_log:
-            return
-        # It can be missing, lack a login, or have no network.
-        with explaining("--wandb_log", "pip install wandb and log in, or leave the option out"):
-            wandb = importlib.import_module("wandb")
-            # reinit ends the run of an earlier training in this process.
-            run = wandb.init(
-                project=project,
-                name=name,
-                config=asdict(settings),
-                id=self.tracker_id,
-                resume="allow",
-                reinit=True,
-            )
-            self.records.tracker = run.log
+        if settings.wandb_log and self.ranks.rank == 0:
+            # It can be missing, lack a login, or have no network.
+            with explaining("--wandb_log", "pip install wandb and log in, or leave the option out"):
+                wandb = importlib.import_module("wandb")
+                # reinit ends the run of an earlier training in this process.
+                run = wandb.init(
+                    project=project,
+                    name=name,
+                    config=asdict(settings),
+                    id=self.tracker_id,
+                    resume="allow",
+                    reinit=True,
+                )
+                self.records.tracker = run.log
 
     def track(self, **parts: Any) -> None:
         """Save these parts with the state, and restore those of a resumed run.
