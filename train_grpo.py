@@ -110,7 +110,7 @@ class GRPOSettings(Settings):
     credit: Literal["auto", "token", "sequence", "exact"] = "auto"
     """auto: exact (over the vocabulary) if the reward allows it, else sequence"""
     prefixes: Literal["own", "natural"] = "own"
-    """with credit=exact: completions of the policy, or natural text (off-policy distillation)"""
+    """with credit=exact: completions of the policy, or natural text: distillation"""
     epsilon: float = setting(0.2, above=0)
     """clip the ratio to the range from 1 - epsilon to 1 + epsilon"""
     beta: float | None = setting(None, minimum=0)

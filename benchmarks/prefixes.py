@@ -1,11 +1,11 @@
-"""Draw what own prefixes gain over natural ones, by the length of the text that a generator knows.
+"""Draw what the policy gains over distillation, by the length of the text that a generator knows.
 
     python benchmarks/prefixes.py
 
-Reads the models' figures that benchmarks/judges.py has written. Each is named by its path: the
-generators of out/seeds know one play, those of out/five five works, those of out/all 28. Prints the
-policy's differences from the distilled model with 95% intervals (Student's t over the seeds), and
-writes them as a picture.
+Reads the runs of benchmarks/seeds.py: the generators of out/seeds know one play, those of out/five
+five works, those of out/all 28. SmolLM2's losses of their text are those that benchmarks/judges.py
+has written. Prints the policy's differences from distillation with 95% intervals (Student's t over
+the seeds), and writes them as a picture.
 """
 
 import sys
@@ -21,30 +21,23 @@ from common.files import read_json
 from common.log import print0
 from common.process import run_main
 from common.settings import Settings, parse_settings
+from cycles.ledger import Ledger
+from cycles.results import Results
 
 # Characters of train.bin, by folder
 LENGTHS = {"seeds": 114e3, "five": 609e3, "all": 3.66e6}
-FIGURES = {"judge_loss": "judge's loss", "smollm2_loss": "SmolLM2's loss"}
 
 
 @dataclass
 class PrefixesSettings(Settings):
-    """Draw policies of own and natural prefixes against the length of the generator's text."""
+    """Draw the policy minus distillation against the length of the generator's text."""
 
     judges: tuple[str, ...] = ("out/judges.json", "out/judges_five.json", "out/judges_all.json")
     """files that benchmarks/judges.py has written"""
+    seeds: tuple[int, ...] = tuple(range(1, 11))
+    """the seeds; of each folder those that are there"""
     output_path: str = "docs/prefixes.png"
     """the picture"""
-
-
-def differences_of(records: dict[str, dict[str, float]], folder: str, figure: str) -> np.ndarray:
-    """Return a figure of the policy minus that of the distilled model (seeds,), in a folder."""
-    found = []
-    for path, own in records.items():
-        if Path(path).parts[-3] == folder and Path(path).stem == "base_model_v2":
-            natural = records[str(Path(path).with_stem("control_distil_v2"))]
-            found.append(own[figure] - natural[figure])
-    return np.array(found)
 
 
 def main() -> None:
@@ -56,16 +49,28 @@ def main() -> None:
         records.update(read_json(path))
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     panels = figure.subplots(1, 2)
-    for axes, (name, label) in zip(panels, FIGURES.items(), strict=True):
-        for folder, length in LENGTHS.items():
-            differences = differences_of(records, folder, name)
-            print0(f"{folder}, {name}, own - natural: {by_seed(differences)}")
-            axes.plot([length] * len(differences), differences, ".", color="#8c959f")
-            half = half_interval(differences)
-            axes.errorbar(length, differences.mean(), half, fmt="o", color="#0969da", capsize=4)
+    for folder, length in LENGTHS.items():
+        differences: dict[str, list[float]] = {"judge's loss": [], "SmolLM2's loss": []}
+        runs = [Path("out", folder, str(seed)) for seed in settings.seeds]
+        for run in filter(Path.is_dir, runs):
+            models = Results(Ledger(run)).by_kind
+            policy, distilled = (models[kind].figures for kind in ("policy", "control_distil"))
+            differences["judge's loss"].append(policy["judge_loss"] - distilled["judge_loss"])
+            paths = [str(run / f"{name}.pt") for name in ("base_model_v2", "control_distil_v2")]
+            if paths[0] in records:
+                policy, distilled = (records[path] for path in paths)
+                differences["SmolLM2's loss"].append(
+                    policy["smollm2_loss"] - distilled["smollm2_loss"]
+                )
+        for axes, (name, values) in zip(panels, differences.items(), strict=True):
+            print0(f"{folder}, {name}, policy - distillation: {by_seed(np.array(values))}")
+            axes.plot([length] * len(values), values, ".", color="#8c959f")
+            half = half_interval(np.array(values))
+            axes.errorbar(length, np.mean(values), half, fmt="o", color="#0969da", capsize=4)
+            axes.set(xscale="log", xlabel="characters of the generator's text", title=name)
+    for axes in panels:
         axes.axhline(0, color="#57606a", linewidth=1)
-        axes.set(xscale="log", xlabel="characters of the generator's text", title=label)
-    panels[0].set_ylabel("own - natural prefixes\n(below 0: own are better)")
+    panels[0].set_ylabel("policy - distillation\n(below 0: the policy is better)")
     figure.savefig(settings.output_path, dpi=120)
 
 

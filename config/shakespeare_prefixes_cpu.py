@@ -1,4 +1,4 @@
-# Own and natural prefixes where the generator has read more than the default's play: settings of
+# GRPO and distillation where the generator has read more than the default's play: settings of
 # run_cycles.py. Natural model and GRPO are those of the default, the generator has the recipe of
 # the default's control_natural. Distillation has another rate, which is better here.
 #
