@@ -31,8 +31,13 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     assert link.read_text() == "first"  # the file was replaced, not written to
 
 
-def test_files_of_a_folder_are_exchanged_together(tmp_path, monkeypatch):
-    """Interrupted before each change of a name, all are the earlier files; then all are new."""
+@pytest.mark.parametrize(
+    "owner, name, calls", [(os, "replace", 4), (os, "fsync", 4), (pathlib.Path, "rename", 8)]
+)
+def test_files_of_a_folder_are_exchanged_together(tmp_path, monkeypatch, owner, name, calls):
+    """Interrupted before each call, all are the earlier files; then all are new. Meanwhile a reader
+    that needs the last file never reads a mixture.
+    """
     path = tmp_path / "data"
 
     def write(text: str, names: str) -> None:
@@ -41,16 +46,20 @@ def test_files_of_a_folder_are_exchanged_together(tmp_path, monkeypatch):
                 files.write_text(partial / each, text)
 
     def found() -> dict[str, str]:
-        return {file.name: file.read_text() for file in path.glob("*")}
+        return {file.name: file.read_text() for file in path.glob("*") if file.is_file()}
+
+    def interrupt() -> None:
+        assert "d" not in found() or len(set(found().values())) == 1
+        press_ctrl_c()
 
     write("earlier", "abcd")
-    for number in range(1, 9):  # 4 go, 4 come
+    for number in range(1, calls + 1):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            end_in_call(patch, pathlib.Path, "rename", number, press_ctrl_c)
+            end_in_call(patch, owner, name, number, interrupt)
             write("new", "abde")
         assert found() == dict.fromkeys("abcd", "earlier")
     write("new", "abde")
-    assert found() == dict.fromkeys("abde", "new")
+    assert found() == dict.fromkeys("abde", "new") and not list(path.glob(".*"))
 
 
 def test_a_byte_order_mark_is_not_text(tmp_path, monkeypatch):

@@ -115,8 +115,10 @@ def test_artefacts_and_ledger(unbroken, corpus):
     lines = printed.partition("No gain in the model's text is shown.\n")[2].splitlines()
     assert "<h1>No gain in the model's text is shown.</h1>" in html.unescape(page)
     assert " times the policy's parameters and" in page and lines[0] in page
-    texts = read_records(out / "base_model_v2.jsonl")[0]["texts"]  # of the start
-    assert len(texts) == 4 and texts[0] in html.unescape(page)
+    of_steps = [record.get("texts") for record in read_records(out / "base_model_v2.jsonl")]
+    evaluated = list(filter(None, of_steps))
+    assert [len(texts) for texts in evaluated] == [4, 4]  # of the start and of the last step
+    assert all(texts[0] in html.unescape(page) for texts in evaluated)
     assert f"-> {found['base_model_v2']['fresh_p_natural']:.2f}" in lines[-3]
     assert lines[-2:] == [f"Ledger: {out}/cycles.json", f"Page: {out}/report.html"]
     heading = "##### 10 of 10, reward_model_v1.reader: detect"
