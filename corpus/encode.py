@@ -96,8 +96,8 @@ def texts_below(folder: Path) -> list[Path]:
     """
 
     def is_text(path: Path) -> bool:
-        is_hidden = "/." in f"/{path.relative_to(folder).as_posix()}"
-        return path.suffix.lower() == ".txt" and path.is_file() and not is_hidden
+        is_shown = "/." not in f"/{path.relative_to(folder).as_posix()}"
+        return path.suffix.lower() == ".txt" and is_shown and not path.is_dir()
 
     return sorted(filter(is_text, folder.rglob("*")))
 
