@@ -32,7 +32,7 @@ from helpers import settings_of
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
     "nodes of the product": 40_563,
-    "nodes of tests": 42_693,
+    "nodes of tests": 42_811,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
     "nodes per line": 5.8,
@@ -83,7 +83,8 @@ LAYERS = [
         re.DOTALL | re.MULTILINE,
     )[1].splitlines()
 ]
-# Files at the root whose layer is not that of scripts, interop
+LAYERS.insert(-1, "scripts")  # at the root, as the text below the list says
+# Files at the root that are no scripts
 AT_ROOT = {
     **dict.fromkeys(["model", "data_loader", "tokenization_manager"], "lm"),
     **dict.fromkeys(["reward_dataset_loader", "reward_data_config"], "lm"),
@@ -189,7 +190,7 @@ def layer_of(module: str) -> int:
     """Return the place of a module's layer in the list of docs/development.md; 0 is the lowest."""
     folder, _, name = module.rpartition(".")
     if not folder:
-        folder = AT_ROOT.get(name, "interop")
+        folder = AT_ROOT.get(name, "scripts")
     return LAYERS.index(folder.partition(".")[0])
 
 

@@ -3,12 +3,14 @@
 pytest tests/test_corpus_encode.py
 """
 
+import contextlib
+import os
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import make_text, succeed
+from helpers import end_in_call, make_text, press_ctrl_c, succeed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -153,6 +155,28 @@ def test_what_an_earlier_corpus_left_is_removed(tmp_path, write, bpe):
     prepare_texts(texts, folder, bpe, split_segments(texts))
     assert {path.name for path in folder.iterdir()} == {"train.bin", "val.bin"}
     assert "".join(tokens_of(folder, "train", "val")) == TEXT
+
+
+@pytest.mark.parametrize("owner, name", [(os, "replace"), (os, "fsync"), (Path, "rename")])
+def test_an_interruption_leaves_the_earlier_corpus(tmp_path, write, monkeypatch, owner, name, bpe):
+    """Interrupt each change of a file."""
+    folder = tmp_path / "novel"
+    texts = write(TEXT)
+    segments = split_segments(texts)
+    characters = make_tokenizer("char", texts, segments)
+
+    def contents() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    prepare_texts(texts, folder, bpe, segments)
+    before = contents()
+    for number in range(1, 20):
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            end_in_call(patch, owner, name, number, press_ctrl_c)
+            prepare_texts(texts, folder, characters, segments)
+            break  # there are fewer changes
+        assert contents() == before
+    assert number > 2 and "meta.pkl" in contents()
 
 
 def test_the_corpus_is_made_where_it_is_missing(tmp_path, monkeypatch):

@@ -272,8 +272,8 @@ def test_commands_and_code_run_of_the_first_documents_pages(name, tmp_path, bpe)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lines_of_pages_are_not_too_wide(name):
-    """A row of a table cannot be wrapped."""
-    assert re.findall(r"^[^|\n].{120,}", page_text(name), re.MULTILINE) == []
+    """But rows of the table of claims, whose first cell is a sentence."""
+    assert re.findall(r"^(?!\| [A-Z].*\. \|).{121,}", page_text(name), re.MULTILINE) == []
 
 
 def test_a_checkpoint_is_read_by_a_script_elsewhere(tmp_path):
