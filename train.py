@@ -76,7 +76,7 @@ class TrainSettings(Settings):
     eval_only: bool = setting(False, free=True)
     """evaluate the checkpoint in out_dir, or of init_from, on the validation split, and exit"""
     wandb_log: bool = setting(False, free=True)
-    """also send the records, texts included, to Weights & Biases (pip install wandb first)"""
+    """also send the records to Weights & Biases (pip install wandb first)"""
     wandb_project: str = setting("crossover", free=True)
     """project in Weights & Biases"""
     wandb_run_name: str = setting("train", free=True)
