@@ -1,353 +1,352 @@
-"""Measure how well readers find where a model's own writing begins: ours against its peers.
+"""Measure how well our reader finds where a model's writing begins, beside its peers.
 
-    python benchmarks/detect.py --model_path logs/reward_model.pt --dataset shakespeare_play
+    python benchmarks/detect.py --model smollm2/ --kind news
+    python benchmarks/detect.py --model logs/reward_model.pt --kind unread --fit_kind held
 
-All methods are fitted on the same crossover samples of natural blocks, and measured on the same
-samples of unseen blocks. A peer's scores of tokens, with a scale and an offset fitted, are evidence
-as that of our reader is. SeqXGPT is trained on the samples.
---generator takes a Hugging Face model instead. Writes results.json; samples are kept in out_dir, so
-that an interrupted run continues there.
-Shapes: n texts of T tokens, B of them at a time, V token ids, C columns of a method, b blocks.
+All methods are fitted on the same crossover samples, and measured on the same samples of other
+documents: benchmarks/detect_texts.py has the texts, detect_peers.py the methods. Each fit holds out
+another fifth of its documents, which choose a pass and scale networks. Figures are means over fits;
+intervals are over documents. Samples are kept in out_dir, a folder for each model, so that an
+interrupted run continues there. Writes by_KIND.json, named by the texts that are fitted to.
+Shapes: n texts of T tokens, S sampling settings, F numbers of a token, b blocks.
 """
 
+import math
 import sys
-from collections.abc import Callable
-from copy import deepcopy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.detect_peers import Method, Samples, fit_peers, look, readers
+from benchmarks.detect_texts import documents
 from common.device import random_stream
 from common.files import load_state, save_state, write_json
-from common.intervals import block_means, format_figure, mean_figures
-from common.log import format_metrics, print0, progress
+from common.intervals import format_figure, mean_figures
+from common.log import print0, progress
 from common.process import run_main
-from common.settings import Errors, Settings, parse_settings, setting
-from data_loader import evenly_spaced, open_corpus, open_token_file, validation_part
+from common.settings import Settings, parse_settings, setting
 from detect import DetectSettings as ReadSettings
-from detect import open_reward_model
-from lm.causal import CausalModel, load_model, load_tokenizer
+from detect import Source, encode_text, open_causal, open_reward_model
+from lm.causal import complete
+from lm.completions import generate
 from lm.prompts import draw_crossovers
-from reading.causal import CausalReader
-from reading.posterior import crossover_posterior
-from reading.reader import (
-    FIT_BLOCKS,
-    SHOWN,
-    expected_crossover,
-    measure_readings,
-    parse_way,
-    posterior_loss,
-)
-from reward.mixture import minimize
+from reading.posterior import TAIL, crossover_quantile, in_windows, read
+from reading.reader import FIT_BLOCKS, expected_crossover, parse_way
 
-OTHER_WAYS = ("0.9:0.95", "0.7:0.8")  # no method is fitted on them
-LENGTH = 64  # tokens of a block of a Hugging Face model's text
 SEED = 42
-# SeqXGPT: channels, passes over the samples, samples of a step, held-out share of the blocks
-WIDTH = 64
-EPOCHS = 30
-BATCH = 64
-HELD_OUT = 0.2
-Method = Callable[[dict[str, Tensor]], Tensor]  # columns to log P(K) (n, T)
+HELD_BLOCKS = 40  # about as many are held out, to choose the pass of networks and scale them
+FALSE_ALARMS = 0.01
+TEXT = 250  # tokens of a text with a passage, which begins after PASSAGE_START
+PASSAGE_START = 100
+PASSAGES = (50, 100)  # tokens
+PASSAGE_WAYS = ("1", "0.7:0.9")
+# Settings that no reader is fitted for: of all models, and of models of transformers
+OTHER_WAYS = ("0.4", "1.4")
+GENERATE_WAYS = {"min-p 0.1": {"min_p": 0.1}, "repetition penalty 1.2": {"repetition_penalty": 1.2}}
+Kind = Literal["news", "django", "django_half", "shakespeare", "unread", "held"]
 
 
 @dataclass
 class DetectSettings(Settings):
     """Compare our reader of a model with its peers."""
 
-    model_path: str | None = setting(None, model_file="optional")
-    """a likelihood reward model"""
-    dataset: str = "shakespeare_play"
-    """its corpus: the select part of val.bin fits, test.bin is measured"""
-    generator: str | None = None
-    """a folder or hub name of a Hugging Face model, in place of model_path"""
-    text: tuple[str, ...] = ()
-    """its natural text, UTF-8 files"""
-    samples: int = setting(2000, minimum=40)
-    """samples to measure for each sampling setting"""
+    model: str = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    """a folder or hub name of transformers, or a likelihood reward model"""
+    kind: Kind = "news"
+    """the natural texts that are measured"""
+    fit_kind: Kind | None = None
+    """those to which all methods are fitted; None: other documents of the same kind"""
+    fits: int = setting(3, minimum=1)
+    """fits, each without another fifth of the documents"""
+    samples: int = setting(200, minimum=40)
+    """written texts to measure for each sampling setting"""
+    natural: int = setting(1000, minimum=40)
+    """natural texts to measure"""
+    passages: int = setting(40, minimum=8)
+    """texts with a passage, for each length and setting; there are three times as many natural"""
+    lora: bool = False
+    """also train a classifier with LoRA"""
     out_dir: str = "out/detect"
-    """folder of the samples and of results.json"""
-
-    def check_settings(self, errors: Errors) -> None:
-        """Check that there is one model."""
-        is_one = (self.model_path is None) != (self.generator is None)
-        errors.check(is_one, "one of model_path and generator is required")
-        has_text = self.generator is None or self.text is not None
-        errors.check(has_text, "generator needs text: pass natural text with --text")
+    """folder of the samples of a model, and of the results"""
 
 
-def main() -> None:
-    settings = parse_settings(DetectSettings, "detect")
-    out = Path(settings.out_dir)
-    model = settings.model_path or settings.generator
-    reader = open_reader(settings, model)
-    fit_blocks, blocks = read_blocks(settings, reader)
-    fitted = draw_samples(reader, fit_blocks, reader.ways, 1, out / "fit.pt")
-    methods = fit_methods(reader, fitted)
-    num_each = -(-settings.samples // len(blocks))
-    ways = (*reader.ways, *OTHER_WAYS)
-    report = draw_samples(reader, blocks, ways, num_each, out / "report.pt")
-    rows = measure_rows(reader, methods, report, ways)
-    write_json(out / "results.json", {"rows": rows})
+def open_source(name: str) -> Source:
+    """Open the model that writes."""
+    if name.endswith(".pt"):
+        return open_reward_model(name, ReadSettings(reward_model_path=name))
+    return open_causal(name, ReadSettings(generator=name))
 
 
-def open_reader(settings: DetectSettings, path: Any) -> Any:
-    """Return an unfitted reader of a model."""
-    if settings.generator is None:
-        return open_reward_model(path, ReadSettings()).reader
-    tokenizer = load_tokenizer(path)
-    model = CausalModel(load_model(path).eval(), len(tokenizer))
-    return CausalReader(model, LENGTH, start=tokenizer(text="")["input_ids"])
-
-
-def read_blocks(settings: DetectSettings, reader: Any) -> tuple[Tensor, Tensor]:
-    """Return natural blocks (b, T) to fit, and those to measure."""
-    if settings.generator is None:
-        corpus = open_corpus(settings.dataset, 2)
-        path = corpus.folder / "test.bin"
-        unseen = open_token_file(path, "test", corpus.tokenizer.vocab_size)
-        parts = []
-        for tokens in (validation_part(corpus.val, reader.length, "select"), unseen):
-            ids = torch.from_numpy(tokens.astype(np.int64))
-            parts.append(ids.unfold(0, reader.length, reader.length))
-        return spread(parts[0], FIT_BLOCKS), spread(parts[1], settings.samples)
-    text = "\n\n".join(Path(name).read_text(encoding="utf-8") for name in settings.text)
-    ids = torch.tensor(load_tokenizer(settings.generator)(text=text)["input_ids"])
-    blocks = ids.unfold(0, LENGTH, LENGTH)
-    order = torch.from_numpy(random_stream(0, "blocks").permutation(len(blocks)))
-    num_fit = min(256, len(blocks) // 2)
-    blocks = blocks[order]
-    return spread(blocks[:num_fit], FIT_BLOCKS), blocks[num_fit : num_fit + 500]
-
-
-def spread(rows: Tensor, most: int) -> Tensor:
-    """Return at most so many rows (n, ...), evenly spaced."""
-    count = min(most, len(rows))
-    return rows[evenly_spaced(np.arange(count), len(rows), count)]
-
-
-def draw_samples(
-    reader: Any, blocks: Tensor, ways: tuple[str, ...], num_each: int, path: Path
-) -> dict[str, Any]:
-    """Return the blocks (b, T), and ids (n, T), K (n,) and blocks (n,) of each way's samples.
-
-    K is uniform. The samples of a block are side by side. They are kept in the file `path`, and
-    read from there if it exists: use another out_dir for other models or texts.
+def tokens_by_document(settings: DetectSettings, source: Source) -> list[list[Tensor]]:
+    """Return the tokens of the documents to fit to, a third of their kind, and of those to measure:
+    the other two thirds, or all of another kind.
     """
-    samples: dict[str, Any] = {"blocks": blocks}
-    if path.exists():
-        samples = load_state(path)
-    natural = blocks.repeat_interleave(num_each, 0).to(reader.device)
-    for way in ways:
-        if way not in samples:
-            draw = random_stream(SEED, path.stem, way)
-            uniforms = draw.random(len(natural))
-            K = torch.from_numpy(draw_crossovers(uniforms, reader.length, reader.distinct))
-            ids = reader.write(natural, K, [parse_way(way)], int(draw.integers(2**31))).cpu()
-            block = torch.arange(len(blocks)).repeat_interleave(num_each)
-            samples[way] = (ids, K, block)
-            save_state(path, samples)
-            print0(f"{path.stem}: {len(ids):,} samples at {way}")
-    return samples
+    found = []
+    for kind in (settings.fit_kind or settings.kind, settings.kind):
+        tokens = [encode_text(text, source)[0] for text in documents(kind)]
+        order = random_stream(0, kind).permutation(len(tokens))
+        found.append([tokens[each] for each in order])
+    fitted_to, measured = found
+    third = len(fitted_to) // 3
+    if settings.fit_kind is None:
+        measured = measured[third:]
+    return [fitted_to[:third] or fitted_to, measured]  # all of two plays
+
+
+def blocks_of(tokens: Sequence[Tensor], length: int, most: int, draw: Any) -> tuple[Tensor, Tensor]:
+    """Return at most so many blocks (b, T) of documents, drawn, and each one's document (b,)."""
+    rows = []
+    owners = []
+    for document, ids in enumerate(tokens):
+        if len(ids) >= length:
+            of_document = ids.unfold(0, length, length)
+            rows.append(of_document)
+            owners.append(torch.full((len(of_document),), document))
+    blocks = torch.cat(rows)
+    chosen = torch.from_numpy(draw.permutation(len(blocks))[:most])
+    return blocks[chosen], torch.cat(owners)[chosen]
+
+
+def kept(path: Path, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors that a function makes, from a file if they are there."""
+    if not path.exists():
+        save_state(path, make())
+    return load_state(path)
 
 
 # --------------------------------------------------------------------------------------------------
-# peers: scores of the following ids (B, T - 1) from logits (B, T - 1, V) before them
+# samples
 
 
-def log_rank(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the logarithm of each token's rank, as in GLTR (arXiv:1906.04043)."""
-    own = logits.gather(-1, ids[..., None])
-    ranks = [(row > of_row).sum(-1) for row, of_row in zip(logits, own, strict=True)]
-    return torch.stack(ranks).add(1).log()
-
-
-def cross_entropy(natural: Tensor, logits: Tensor) -> Tensor:
-    """Return the cross-entropy of p and q, by which Binoculars divides (arXiv:2401.12070)."""
-    return -(natural.softmax(-1) * logits.log_softmax(-1)).sum(-1)
-
-
-def look_at(reader: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Return each method's columns (B, T, C) of texts (B, T); those of our reader are numbers."""
-    outputs = reader.outputs(ids)
-    reader.outputs = lambda _: outputs  # the models need not read the texts again
-    numbers = reader.numbers(ids)
-    del reader.outputs
-    logits = outputs[1].float()
-    following = ids[:, 1:]
-    log_q = numbers[:, 1:, 1]
-    # Fast-DetectGPT (arXiv:2310.05130, equation 3) is one of the reader's own numbers.
-    scores = {
-        "log q": [log_q],
-        "log rank": [log_rank(logits, following)],
-        "Fast-DetectGPT": [numbers[:, 1:, 3]],
-    }
-    trained_on = numbers[..., 1:2]
-    if reader.pair is not None:
-        p = reader.pair.natural
-        natural = p.logits(p.trunk(ids[:, :-1])).float()
-        scores["Binoculars"] = [log_q, cross_entropy(natural, logits)]
-        trained_on = numbers[..., :2]  # log p/q too
-    columns = {"reader": numbers, "SeqXGPT": trained_on}
-    for name, of_peer in scores.items():
-        columns[name] = F.pad(torch.stack(of_peer, -1), (0, 0, 1, 0))  # 0 for the first token
-    return columns
-
-
-@torch.no_grad()
-def look(reader: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Return each method's columns (n, T, C) of texts (n, T)."""
-    rows = progress("Reading samples", iterable=ids.to(reader.device).split(reader.rows))
-    parts = [look_at(reader, part) for part in rows]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-class SeqXGPT(nn.Module):
-    """Convolutions and self-attention over log-probabilities, a label a token (arXiv:2310.08903).
-
-    It returns the log-odds (n, T, 1) that a token is natural, from columns (n, T, C).
-    """
-
-    def __init__(self, num_columns: int, length: int) -> None:
-        super().__init__()
-        self.convolution = nn.Sequential(
-            nn.Conv1d(num_columns, WIDTH, 5, padding=2),
-            nn.ReLU(),
-            nn.Conv1d(WIDTH, WIDTH, 5, padding=2),
-            nn.ReLU(),
+def write(reader: Any, natural: Tensor, crossovers: Tensor, way: str, seed: int) -> Tensor:
+    """Return texts (n, T) that keep K (n,) natural tokens, sampled in a way."""
+    if way not in GENERATE_WAYS:
+        return reader.write(natural, crossovers, [parse_way(way)], seed).cpu()
+    ids = natural.clone()
+    torch.manual_seed(seed)
+    for K in progress(way, iterable=crossovers.unique().tolist()):
+        rows = crossovers == K
+        prompts = natural[rows, :K]
+        ids[rows] = reader.generator.model.generate(
+            input_ids=prompts,
+            attention_mask=torch.ones_like(prompts),
+            min_new_tokens=natural.size(1) - K,
+            max_new_tokens=natural.size(1) - K,
+            do_sample=True,
+            top_k=0,
+            pad_token_id=0,
+            **GENERATE_WAYS[way],
         )
-        self.position = nn.Parameter(torch.zeros(length, WIDTH))
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
-        self.attention = nn.TransformerEncoder(layer, 2)
-        self.label = nn.Linear(WIDTH, 1)
-
-    def forward(self, columns: Tensor) -> Tensor:
-        hidden = self.convolution(columns.transpose(1, 2)).transpose(1, 2)
-        return self.label(self.attention(hidden + self.position))
+    return ids
 
 
-def train_seqxgpt(columns: Tensor, crossovers: Tensor, is_held_out: Tensor) -> SeqXGPT:
-    """Train on texts (n, T, C) and keep the pass with the least loss on the held-out ones.
+def written_samples(
+    reader: Any, blocks: Tensor, document: Tensor, ways: Sequence[str], name: str
+) -> dict[str, Tensor]:
+    """Return what the model makes of blocks (b, T) in each way, with uniform K."""
+    draw = random_stream(SEED, "samples", name)
+    ids = []
+    crossovers = []
+    for way in ways:
+        uniforms = draw.random(len(blocks))
+        K = torch.from_numpy(draw_crossovers(uniforms, reader.length, reader.distinct))
+        ids.append(write(reader, blocks, K, way, int(draw.integers(2**31))))
+        crossovers.append(K)
+    return look(reader, torch.cat(ids), torch.cat(crossovers), document.repeat(len(ways)))
 
-    Texts that are natural to their end count for half, as in the fits of the others.
+
+def natural_samples(reader: Any, blocks: Tensor, document: Tensor) -> dict[str, Tensor]:
+    """Return blocks (b, T) that are natural to the end."""
+    return look(reader, blocks, torch.full((len(blocks),), reader.length), document)
+
+
+def passage_texts(reader: Any, tokens: Sequence[Tensor], count: int) -> dict[str, Tensor]:
+    """Return the numbers (n, TEXT, F) of some texts, by setting and length of the passage in them,
+    or "natural, 0".
     """
-    torch.manual_seed(SEED)
-    T = columns.size(1)
-    network = SeqXGPT(columns.size(2), T).to(columns.device)
-    labels = (torch.arange(T, device=columns.device) < crossovers[:, None]).float()
-    is_natural = crossovers == T
-    weights = torch.where(is_natural, 0.5 / is_natural.float().mean(), 0.5)[:, None]
-    weights[~is_natural] /= (~is_natural).float().mean()
-    optimizer = torch.optim.AdamW(network.parameters())
-
-    def loss_of(rows: Tensor) -> Tensor:
-        log_odds = network(columns[rows])[..., 0]
-        return F.binary_cross_entropy_with_logits(log_odds, labels[rows], weights[rows])
-
-    trained = (~is_held_out).nonzero()[:, 0]
-    least = float("inf")
-    best = network
-    for _ in progress("SeqXGPT", iterable=range(EPOCHS)):
-        network.train()
-        for rows in trained[torch.randperm(len(trained))].split(BATCH):
-            optimizer.zero_grad()
-            loss_of(rows).backward()
-            optimizer.step()
-        network.eval()
-        with torch.no_grad():
-            loss = loss_of(is_held_out).item()
-        if loss < least:
-            least = loss
-            best = deepcopy(network)
-    return best
+    natural, _ = blocks_of(tokens, TEXT, 3 * count, random_stream(SEED, "passages"))
+    texts = {"natural, 0": natural}
+    for way in PASSAGE_WAYS:
+        for length in PASSAGES:
+            written = write_on(reader, natural[:count, :PASSAGE_START], length, way)
+            rest = natural[:count, PASSAGE_START : TEXT - length]
+            texts[f"{way}, {length}"] = torch.cat((written, rest), 1)
+    found = {}
+    for kind, rows in texts.items():
+        bar = progress(f"Reading, {kind}", iterable=rows)
+        numbers = [in_windows(reader.numbers, ids, reader.length, reader.rows) for ids in bar]
+        found[kind] = torch.stack(numbers).half()
+    return found
 
 
-def fit_scale(columns: Tensor, crossovers: Tensor) -> nn.Linear:
-    """Return the scales and the offset that make evidence (n, T, 1) of columns (n, T, C).
-
-    They are fitted by -log P(K), as our reader is: half is that of texts natural to their end.
-    """
-    scale = nn.Linear(columns.size(2), 1).to(columns.device)
-    nn.init.zeros_(scale.weight)
-    minimize(
-        list(scale.parameters()),
-        lambda: posterior_loss(crossover_posterior(scale(columns)), crossovers),
-    )
-    return scale
-
-
-def fit_methods(reader: Any, samples: dict[str, Any]) -> dict[str, Method]:
-    """Fit the reader and its peers to samples; return all methods by name, the reader first."""
-    blocks = samples["blocks"]
-    count = len(blocks)
-    texts = torch.cat([blocks, *(samples[way][0] for way in reader.ways)])
-    end = torch.full((count,), reader.length)
-    K = torch.cat([end, *(samples[way][1] for way in reader.ways)]).to(reader.device)
-    columns = look(reader, texts)
-    block = torch.arange(len(texts), device=K.device) % count
-    # the samples that its peers have
-    reader.make_texts = lambda *_: (columns["reader"], K, block)
-    reader.measure = lambda _: None
-    reader.fit(blocks, blocks)
-    methods: dict[str, Method] = {
-        "reader": lambda seen: crossover_posterior(reader.evidence(seen["reader"]))
-    }
-    is_held_out = block >= (1 - HELD_OUT) * count
-    for name in columns.keys() - {"reader"}:
-        methods[name] = fit_peer(name, columns[name], K, is_held_out)
-    return methods
-
-
-def fit_peer(name: str, columns: Tensor, crossovers: Tensor, is_held_out: Tensor) -> Method:
-    """Fit a peer to columns (n, T, C) of texts and their K (n,)."""
-    if name != "SeqXGPT":
-        scale = fit_scale(columns, crossovers)
-        return lambda seen: crossover_posterior(scale(seen[name]))
-    network = train_seqxgpt(columns, crossovers, is_held_out)
-    with torch.no_grad():
-        log_odds = network(columns[is_held_out])
-    scale = fit_scale(log_odds, crossovers[is_held_out])
-    return lambda seen: crossover_posterior(scale(network(seen[name])))
+def write_on(reader: Any, prompts: Tensor, length: int, way: str) -> Tensor:
+    """Return prompts (n, L) int64 with so many tokens more, which a model wrote in a way."""
+    if reader.pair is not None:
+        generator = torch.Generator().manual_seed(SEED)
+        return generate(reader.generator, prompts, length, parse_way(way), generator)
+    natural = F.pad(prompts, (0, length))
+    K = torch.full((len(prompts),), prompts.size(1))
+    return complete(reader.generator.model, natural, K, SEED, [parse_way(way)])
 
 
 # --------------------------------------------------------------------------------------------------
 # figures
 
 
-@torch.no_grad()
-def measure_rows(
-    reader: Any, methods: dict[str, Method], samples: dict[str, Any], ways: tuple[str, ...]
-) -> dict[str, Any]:
-    """Return the figures of every method, and the reader's error minus that of its best peer, by
-    sampling setting. The intervals are over natural blocks.
+def measure(log_posterior: Tensor, seen: Samples, natural: Tensor) -> dict[str, Tensor]:
+    """Return figures of written texts (n,).
+
+    log_posterior: log P(K) (n, T) of a method. natural: (N,), its log P(natural to the end) of
+    natural texts. Error, coverage and width are of the posterior where there is a crossover.
     """
-    count = len(samples["blocks"])
-    results = {}
-    for way in ways:
-        ids, K, block = samples[way]
-        columns = look(reader, ids)
-        row: dict[str, Any] = {}
+    written = log_posterior[:, :-1].double().softmax(1)
+    low = crossover_quantile(written, TAIL)
+    high = crossover_quantile(written, 1 - TAIL)
+    scores = log_posterior[:, -1]
+    is_higher = (natural[:, None] > scores).double() + (natural[:, None] == scores) / 2
+    return {
+        "error": (expected_crossover(log_posterior) - seen.K).abs(),
+        "auc": is_higher.mean(0),
+        "found": (scores < natural.quantile(FALSE_ALARMS)).double(),
+        "coverage": ((low <= seen.K) & (high >= seen.K)).double(),
+        "width": (high - low + 1).double(),
+    }
+
+
+def passages_found(reader: Any, texts: dict[str, Tensor]) -> dict[str, float]:
+    """Return the share of texts in which a reader finds the passage, more than half of it, and of
+    natural texts in which it finds any.
+    """
+    shares = {}
+    for kind, numbers in texts.items():
+        way, _, length = kind.partition(", ")
+        num_found = 0
+        for of_text in numbers.float():
+            is_written = torch.zeros(TEXT)
+            for first, last in read(reader.evidence(of_text[None])[0]).passages:
+                is_written[first:last] = 1
+            num_in_passage = is_written[PASSAGE_START : PASSAGE_START + int(length)].sum()
+            is_found = num_in_passage > int(length) / 2
+            if way == "natural":
+                is_found = is_written.any()
+            num_found += int(is_found)
+        shares[kind] = num_found / len(numbers)
+    return shares
+
+
+def figures_of(
+    methods: dict[str, Method], natural: Samples, reports: dict[str, Samples]
+) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """Return the figures of each setting and method of one fit; see `measure`."""
+    figures: dict[str, Any] = {way: {} for way in reports}
+    for name, method in methods.items():
+        of_natural = method(natural)[:, -1]
+        name, _, known = name.partition(" of ")
+        for way in [known] if known else reports:
+            figures[way][name] = measure(method(reports[way]), reports[way], of_natural)
+    return figures
+
+
+def by_document(values: Tensor, document: Tensor) -> Tensor:
+    """Return the means of values (n,) of each document."""
+    numbers, place = document.unique(return_inverse=True)
+    sums = torch.zeros(len(numbers), dtype=torch.float64).index_add(0, place, values.double())
+    return sums / place.bincount()
+
+
+def table(fits: Sequence[Any], reports: dict[str, Samples]) -> dict[str, Any]:
+    """Print the means over fits with intervals over documents, and return them."""
+    rows = {}
+    for way, seen in reports.items():
+        middle = seen.K.double().median()
+        row: dict[str, Any] = {"constant": (seen.K - middle).abs().mean().item()}
         errors = {}
-        for name, method in methods.items():
-            log_posterior = method(columns)
-            row[name] = measure_readings(log_posterior, K, block)
-            errors[name] = (expected_crossover(log_posterior) - K).abs()
-            shown = {figure: row[name][figure] for figure in SHOWN}
-            print0(f"{way}, {name}: {format_metrics(shown)}")
-        peer = min(errors.keys() - {"reader"}, key=lambda name: row[name]["mae_tokens"])
-        differences = block_means(errors["reader"] - errors[peer], len(ids) // count)
-        row["best_peer"] = peer
-        row.update(mean_figures("difference", differences))
-        print0(f"{way}: error minus that of {peer} {format_figure(row, 'difference', '.2f')}")
-        results[way] = row
-    return results
+        for name in fits[0][way]:
+            row[name] = {}
+            for figure in fits[0][way][name]:
+                mean = torch.stack([fit[way][name][figure] for fit in fits]).mean(0)
+                row[name].update(mean_figures(figure, by_document(mean, seen.document)))
+                if figure == "error":
+                    errors[name] = mean
+        peers = [name for name in errors if not name.startswith("reader")]
+        best = min(peers, key=lambda name: row[name]["error"])
+        row["best_peer"] = best
+        difference = by_document(errors["reader"] - errors[best], seen.document)
+        row.update(mean_figures("difference", difference))
+        rows[way] = row
+        print0(
+            f"{way}: constant {row['constant']:.1f}; reader - {best} "
+            f"{format_figure(row, 'difference', '.2f')}"
+        )
+        for name in errors:
+            shown = (f"{figure} {row[name][figure]:.3f}" for figure in fits[0][way][name])
+            print0(f"  {name}: {', '.join(shown)}")
+    return rows
+
+
+@torch.no_grad()
+def main() -> None:
+    settings = parse_settings(DetectSettings, "detect")
+    source = open_source(settings.model)
+    reader = source.reader
+    fit_kind = settings.fit_kind or settings.kind
+    out = Path(settings.out_dir, settings.kind)
+
+    # what is measured
+    fit_tokens, tokens = tokens_by_document(settings, source)
+    blocks, owners = blocks_of(
+        tokens, reader.length, settings.natural, random_stream(SEED, "report")
+    )
+    few = (blocks[: settings.samples], owners[: settings.samples])
+    natural = Samples(**kept(out / "natural.pt", lambda: natural_samples(reader, blocks, owners)))
+    ways = [*reader.ways, *OTHER_WAYS]
+    if reader.pair is None:
+        ways += GENERATE_WAYS
+    reports = {}
+    for way in ways:
+
+        def make(way: str = way) -> dict[str, Tensor]:
+            return written_samples(reader, *few, [way], f"report {way}")
+
+        reports[way] = Samples(**kept(out / f"{way}.pt", make))
+    texts = kept(out / "passages.pt", lambda: passage_texts(reader, tokens, settings.passages))
+
+    # samples to fit to; each fit holds out another fifth of their documents
+    fit_blocks = blocks_of(
+        fit_tokens, reader.length, FIT_BLOCKS + HELD_BLOCKS, random_stream(SEED, "fit")
+    )
+
+    def make_fit() -> dict[str, Tensor]:
+        first = natural_samples(reader, *fit_blocks)
+        others = written_samples(reader, *fit_blocks, reader.ways, "fit")
+        return {name: torch.cat((first[name], others[name])) for name in first}
+
+    made = kept(Path(settings.out_dir, fit_kind, "fit.pt"), make_fit)
+    fits = []
+    passages = []
+    for fit in range(settings.fits):
+        order = torch.from_numpy(random_stream(SEED, "held", fit).permutation(len(fit_tokens)))
+        is_held = torch.isin(made["document"], order[: math.ceil(len(order) / 5)])
+        samples = Samples(**{name: values[~is_held] for name, values in made.items()})
+        held = Samples(**{name: values[is_held] for name, values in made.items()})
+        with torch.enable_grad():
+            fitted, methods = readers(reader, samples)
+            methods.update(fit_peers(reader, samples, held, settings.lora))
+        fits.append(figures_of(methods, natural, reports))
+        passages.append(passages_found(fitted, texts))
+    rows = table(fits, reports)
+    shares = {kind: float(np.mean([each[kind] for each in passages])) for kind in texts}
+    print0(f"texts with passages: {shares}")
+    results = {"settings": vars(settings), "rows": rows, "passages": shares}
+    write_json(out / f"by_{fit_kind}.json", results)
 
 
 if __name__ == "__main__":

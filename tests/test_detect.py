@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from helpers import make_mixed_text, make_text, refuse, refuse_in_one_line, succ
 
 import detect
 from corpus.encode import word_parts
-from detect import DetectSettings, default_reader_path, encode_text, open_reward_model
+from detect import default_reader_path, encode_text
 from reading.page import describe_texts
 from tokenization_manager import TokenizationManager
 
@@ -207,25 +206,3 @@ def test_ends_of_lines_make_no_difference(reading, tmp_path):
     (tmp_path / "windows.txt").write_bytes(raw.replace(b"\n", b"\r\n"))
     found = figures_of(reading, text=["mixed.txt", "windows.txt"])
     assert found["mixed.txt"] == found["windows.txt"]
-
-
-def test_the_time_is_linear_in_the_text(reading, corpus, tmp_path):
-    """Ten times the text takes at most twelve times the seconds, its page included; the least of
-    three runs.
-    """
-    succeed("detect", **reading)
-    settings = DetectSettings(reward_model_path="reward.pt", sampling=("1", "0.5"), device="cpu")
-    source = open_reward_model("reward.pt", settings)
-    source.reader.load("reward.reader.pt", {})
-    text = (corpus / "input.txt").read_text()
-    path = tmp_path / "long.txt"
-    seconds = []
-    for length in (1_000, 10_000):
-        path.write_text((text * 10)[:length])
-        taken = []
-        for _ in range(3):
-            began = time.process_time()
-            detect.read_file(path, tmp_path / "long.html", source, "")
-            taken.append(time.process_time() - began)
-        seconds.append(min(taken))
-    assert seconds[1] < 12 * seconds[0]

@@ -1,4 +1,5 @@
-"""Tests of reward/posterior.py: posterior and losses by hand and by finite differences.
+"""Tests of reward/posterior.py: losses by hand and by finite differences; tests/test_reward_heads.py
+has posterior and shares by hand.
 
 pytest tests/test_reward_posterior.py
 """
@@ -7,33 +8,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from reward import posterior as posteriors
-
-
-def posterior_by_hand(evidence: list[float]) -> list[float]:
-    """P(K = k | x) for k = 1, ..., max(T - 1, 1): the product of k likelihood ratios,
-    normalised.
-    """
-    numbers = range(1, max(len(evidence), 2))
-    weights = [math.exp(math.fsum(evidence[:k])) for k in numbers]
-    return [weight / math.fsum(weights) for weight in weights]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(-5, 5), min_size=1, max_size=9).filter(lambda values: len(values) != 2))
-def test_posterior_and_shares_by_hand(values):
-    evidence, T = torch.tensor([values], dtype=torch.float64), len(values)
-    by_hand = posterior_by_hand(values)
-    log_posterior = posteriors.crossover_log_posterior(evidence)
-    assert log_posterior.exp()[0].tolist() == pytest.approx(by_hand)
-    # P(K > t) of every token t
-    natural = [math.fsum(p for k, p in enumerate(by_hand, 1) if k > t) for t in range(T)]
-    assert posteriors.natural_probabilities(evidence)[0].tolist() == pytest.approx(natural)
-    mean = math.fsum(k * p for k, p in enumerate(by_hand, 1))
-    assert posteriors.natural_share(evidence).item() == pytest.approx(mean / T)
 
 
 def test_the_natural_tokens_of_a_completion_by_hand():
