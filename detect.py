@@ -33,7 +33,7 @@ from reading.page import describe_passages, describe_texts, find_passages, write
 from reading.reader import WAYS, Reader, check_ways
 from reward.heads import LikelihoodRewardModel, build_reward_model
 
-LENGTH = 64  # tokens of the natural blocks and of the windows of a text, for models of transformers
+LENGTH = 64  # tokens of the natural blocks, for models of transformers
 MIN_BLOCKS = 16  # of natural text; half of them give the reader's errors
 
 

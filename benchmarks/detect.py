@@ -182,7 +182,7 @@ def passage_texts(reader: Any, tokens: Sequence[Tensor], count: int) -> dict[str
     found = {}
     for kind, rows in texts.items():
         bar = progress(f"Reading, {kind}", iterable=rows)
-        numbers = [in_windows(reader.numbers, ids, reader.length, reader.rows) for ids in bar]
+        numbers = [in_windows(reader.numbers, ids, reader.window, reader.rows) for ids in bar]
         found[kind] = torch.stack(numbers).half()
     return found
 
@@ -263,7 +263,7 @@ def by_document(values: Tensor, document: Tensor) -> Tensor:
 
 
 def table(fits: Sequence[Any], reports: dict[str, Samples]) -> dict[str, Any]:
-    """Print the means over fits with intervals over documents, and return them."""
+    """Return the means over fits, with intervals over documents; print the errors."""
     rows = {}
     for way, seen in reports.items():
         middle = seen.K.double().median()
@@ -283,12 +283,9 @@ def table(fits: Sequence[Any], reports: dict[str, Samples]) -> dict[str, Any]:
         row.update(mean_figures("difference", difference))
         rows[way] = row
         print0(
-            f"{way}: constant {row['constant']:.1f}; reader - {best} "
-            f"{format_figure(row, 'difference', '.2f')}"
+            f"{way}: error {row['reader']['error']:.1f} of a constant's {row['constant']:.1f}, "
+            f"minus that of {best} {format_figure(row, 'difference', '.2f')}"
         )
-        for name in errors:
-            shown = (f"{figure} {row[name][figure]:.3f}" for figure in fits[0][way][name])
-            print0(f"  {name}: {', '.join(shown)}")
     return rows
 
 

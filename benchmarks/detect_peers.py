@@ -4,7 +4,7 @@
 
 Our reader, without some of what it reads, and its peers. Each peer gives scores of tokens; with a
 fitted scale and offset they are evidence, as that of our reader is. A network is trained on as many
-texts as the reader is fitted to. Texts of other documents choose its pass, its penalty and scale.
+texts as the reader is fitted to. Texts of other documents choose its rate, its pass and its scale.
 Shapes: n texts of T tokens, S sampling settings, F numbers of a token, C columns of a method.
 """
 
@@ -25,11 +25,14 @@ from reward.mixture import minimize
 SEED = 42
 # SeqXGPT's convolutions: channels and width of each
 CONVOLUTIONS = ((64, 5), (128, 3), (128, 3), (128, 3), (64, 3))
-# Passes over the samples, samples of a step
-EPOCHS = 30
+# Networks: passes over the samples at most, and without a gain; samples of a step; learning rates
+EPOCHS = 20
+PATIENCE = 3
 BATCH = 32
+SEQXGPT_RATES = (1e-3, 3e-5)
+HEAD_RATES = (1e-3,)
+LORA_RATES = (1e-4,)
 LEAST = -20.0  # of a log-probability that a network reads
-LORA_EPOCHS = 3
 
 
 @dataclass
@@ -249,13 +252,11 @@ def standardized(columns: Columns, samples: Samples) -> Columns:
 
 
 def train(
-    network: nn.Module, columns: Columns, samples: Samples, held: Samples, epochs: int
+    start: nn.Module, columns: Columns, samples: Samples, held: Samples, rates: tuple[float, ...]
 ) -> Columns:
     """Train a network to label tokens, from columns to log-odds (n, T, 1); return its log-odds, of
-    the pass with the least loss on held-out texts.
+    the rate and the pass with the least loss on held-out texts.
     """
-    parameters = [each for each in network.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(parameters)
     inputs = columns(samples)
     held_inputs = columns(held)
 
@@ -267,20 +268,31 @@ def train(
     def all_log_odds(trained: nn.Module, inputs: Tensor) -> Tensor:
         return torch.cat([trained(part) for part in inputs.split(BATCH)])
 
-    least = float("inf")
-    best = network
-    for _ in progress(type(network).__name__, iterable=range(epochs)):
-        network.train()
-        for rows in torch.randperm(len(inputs)).split(BATCH):
-            optimizer.zero_grad()
-            loss(network(inputs[rows]), samples, rows).backward()
-            optimizer.step()
-        network.eval()
-        rows = torch.arange(len(held_inputs))
-        found = loss(all_log_odds(network, held_inputs), held, rows).item()
-        if found < least:
-            least = found
-            best = deepcopy(network)
+    losses = {}
+    trained = {}
+    for rate in rates:
+        network = deepcopy(start)
+        parameters = [each for each in network.parameters() if each.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, rate)
+        losses[rate] = float("inf")
+        waited = 0
+        for _ in progress(f"Rate {rate}", iterable=range(EPOCHS)):
+            network.train()
+            for rows in torch.randperm(len(inputs)).split(BATCH):
+                optimizer.zero_grad()
+                loss(network(inputs[rows]), samples, rows).backward()
+                optimizer.step()
+            network.eval()
+            rows = torch.arange(len(held_inputs))
+            found = loss(all_log_odds(network, held_inputs), held, rows).item()
+            waited += 1
+            if found < losses[rate]:
+                losses[rate] = found
+                trained[rate] = deepcopy(network)
+                waited = 0
+            if waited == PATIENCE:
+                break
+    best = trained[min(rates, key=losses.__getitem__)]
     return lambda seen: all_log_odds(best, columns(seen))
 
 
@@ -293,16 +305,16 @@ def fit_peers(reader: Any, samples: Samples, held: Samples, has_lora: bool) -> d
         methods[name] = scaled(columns, samples)
     numbers = standardized(lambda seen: seen.numbers, samples)
     network = SeqXGPT(samples.numbers.size(2), samples.ids.size(1))
-    trained = {"SeqXGPT": train(network, numbers, samples, held, EPOCHS)}
+    trained = {"SeqXGPT": train(network, numbers, samples, held, SEQXGPT_RATES)}
     num_states = samples.numbers.size(2) - DESCRIBED - S
     if num_states > 0:
         states = standardized(lambda seen: seen.numbers[..., DESCRIBED:-S], samples)
         head = nn.Linear(num_states, 1)
-        trained["linear head"] = train(head, states, samples, held, EPOCHS)
+        trained["linear head"] = train(head, states, samples, held, HEAD_RATES)
     if has_lora:
         classifier = LoraClassifier(reader.generator.model)
         trained["LoRA"] = train(
-            classifier, lambda seen: seen.ids[..., None], samples, held, LORA_EPOCHS
+            classifier, lambda seen: seen.ids[..., None], samples, held, LORA_RATES
         )
     for name, columns in trained.items():
         methods[name] = scaled(columns, held)

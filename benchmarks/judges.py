@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.seeds import MODELS, POLICY, print_table
+from benchmarks.seeds import MODELS, print_table
 from common.files import read_json, write_json
 from common.log import print0
 from common.process import run_main
@@ -52,8 +52,6 @@ class JudgesSettings(Settings):
     """the seeds; the readers have the natural model of the next one, the last that of the first"""
     seeds_dir: str = "out/seeds"
     """folder of their runs"""
-    models: tuple[str, ...] = MODELS
-    """names of the models"""
     output_path: str = "out/judges.json"
     """figures of every model and seed, as JSON; those that are there are not measured again"""
 
@@ -156,7 +154,7 @@ def main() -> None:
     next_seed = dict(zip(settings.seeds, (*settings.seeds[1:], settings.seeds[0]), strict=True))
     for seed in settings.seeds:
         natural_model = f"{settings.seeds_dir}/{next_seed[seed]}/natural_model_v1.pt"
-        for name in settings.models:
+        for name in MODELS:
             model = f"{settings.seeds_dir}/{seed}/{name}.pt"
             if model not in records:
                 reading = judges.of_reader(model, natural_model)
@@ -164,10 +162,10 @@ def main() -> None:
                 write_json(path, records)
                 print0(f"{model}: {records[model]}")
     values = {}
-    for name in settings.models:
+    for name in MODELS:
         of_seeds = [records[f"{settings.seeds_dir}/{seed}/{name}.pt"] for seed in settings.seeds]
         values[name] = np.array([[record[figure] for record in of_seeds] for figure in FIGURES])
-    print_table(values, FIGURES, POLICY)
+    print_table(values, FIGURES)
 
 
 if __name__ == "__main__":

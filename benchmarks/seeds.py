@@ -59,11 +59,6 @@ class SeedsSettings(Settings):
 
     run_config: str = "config/shakespeare_library_cpu.py"
     """settings file of run_cycles.py"""
-    options: tuple[str, ...] = ()
-    """further options of run_cycles.py, as --options=--dataset=shakespeare_five"""
-    sections: tuple[str, ...] = SECTIONS
-    """its sections that get the seed; of the controls only these are trained, unless the settings
-    file has others"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """the seeds"""
     out_dir: str = "out/seeds"
@@ -78,8 +73,8 @@ def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dic
     """Run the loop with a seed, beside others if `parallel` > 1; return figures of its models."""
     folder = Path(settings.out_dir, str(seed))
     command = [sys.executable, str(ROOT / "run_cycles.py"), f"--config={settings.run_config}"]
-    command += [f"--out_dir={folder}", *settings.options]
-    for section in settings.sections:
+    command += [f"--out_dir={folder}"]
+    for section in SECTIONS:
         # The models of the natural text have other weights than the generator, and each other.
         stage_seed = seed + {"natural_model": 1000, "control_natural": 2000}.get(section, 0)
         command.append(f"--{section}.seed={stage_seed}")
@@ -100,16 +95,14 @@ def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dic
     return figures
 
 
-def print_table(values: Mapping[str, np.ndarray], figures: Sequence[str], policy: str) -> None:
-    """Print the means of models' figures (figures, seeds), and a policy's paired differences."""
+def print_table(values: Mapping[str, np.ndarray], figures: Sequence[str]) -> None:
+    """Print the means of models' figures (figures, seeds), and the policy's paired differences."""
     print(f"| model | {' | '.join(figures)} |\n| --- |{' --- |' * len(figures)}")
     for name, of_model in values.items():
         print(f"| {name} | {' | '.join(map(interval, of_model))} |")
-    if policy not in values:
-        return
     print("\nPolicy - model:")
-    for name in [name for name in values if name != policy]:
-        for figure, differences in zip(figures, values[policy] - values[name], strict=True):
+    for name in [name for name in values if name != POLICY]:
+        for figure, differences in zip(figures, values[POLICY] - values[name], strict=True):
             print(f"{name}, {figure}: {by_seed(differences)}")
 
 
@@ -119,11 +112,12 @@ def interval(values: np.ndarray) -> str:
     Return "-" if a value is NaN: that model's text did not reach natural diversity.
     """
     mean = values.mean()
-    half = half_interval(values)
     if math.isnan(mean):
         return "-"
-    if math.isnan(half):
+    degrees = len(values) - 1
+    if not 1 <= degrees <= len(T_QUANTILES):
         return f"{mean:.3f}"
+    half = T_QUANTILES[degrees - 1] * values.std(ddof=1) / math.sqrt(len(values))
     return f"{mean:.3f} ({mean - half:.3f} to {mean + half:.3f})"
 
 
@@ -131,14 +125,6 @@ def by_seed(differences: np.ndarray) -> str:
     """Return the mean of differences (n,) with its interval, and each seed's; "-" for NaN."""
     each = " ".join(f"{difference:+.3f}" for difference in differences).replace("+nan", "-")
     return f"{interval(differences)}; seeds {each}"
-
-
-def half_interval(values: np.ndarray) -> float:
-    """Return half of the 95% interval of a mean, or NaN if T_QUANTILES has no quantile for it."""
-    degrees = len(values) - 1
-    if not 1 <= degrees <= len(T_QUANTILES):
-        return math.nan
-    return T_QUANTILES[degrees - 1] * values.std(ddof=1) / math.sqrt(len(values))
 
 
 def main() -> None:
@@ -155,7 +141,7 @@ def main() -> None:
     for name in MODELS:
         rows = [list(models[name].values()) for models in results.values()]
         values[name] = np.array(rows, float).T  # a row for each figure; None becomes NaN
-    print_table(values, FIGURES, POLICY)
+    print_table(values, FIGURES)
 
 
 if __name__ == "__main__":

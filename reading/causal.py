@@ -16,6 +16,8 @@ from lm.causal import CROSSOVERS, complete
 from lm.sampling import Sampling
 from reading.reader import WAYS, WINDOWS, Reader
 
+# Tokens of a window of a long text: a model that wrote with more before it is known by that
+WINDOW = 256
 WINDOW_LOGITS = 2**26  # that exist at a time, 256 MiB in float32
 
 
@@ -36,7 +38,8 @@ class CausalReader(Reader):
         super().__init__(model, length, ways)
         self.layer = self.generator.model.config.get_text_config().num_hidden_layers // 2
         self.start = torch.tensor(start, dtype=torch.int64)
-        self.rows = max(1, min(WINDOWS, WINDOW_LOGITS // (length * self.generator.vocab_size)))
+        self.window = WINDOW
+        self.rows = max(1, min(WINDOWS, WINDOW_LOGITS // (self.window * self.generator.vocab_size)))
 
     def started(self, ids: Tensor) -> Tensor:
         """Return ids (B, T) behind those that come before each text.
