@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.process import require
 from lm.causal import CROSSOVERS, complete
 from lm.sampling import Sampling
 from reading.reader import WAYS, WINDOWS, Reader
@@ -36,23 +35,15 @@ class CausalReader(Reader):
     ) -> None:
         """length: T, the tokens of a text to fit. start: ids that come before each text."""
         super().__init__(model, length, ways)
-        self.layer = self.generator.model.config.get_text_config().num_hidden_layers // 2
+        config = self.generator.model.config.get_text_config()
+        self.layer = config.num_hidden_layers // 2
         self.start = torch.tensor(start, dtype=torch.int64)
-        self.window = WINDOW
+        positions = getattr(config, "max_position_embeddings", WINDOW)
+        self.window = min(WINDOW, positions) - len(start)
         self.rows = max(1, min(WINDOWS, WINDOW_LOGITS // (self.window * self.generator.vocab_size)))
 
     def started(self, ids: Tensor) -> Tensor:
-        """Return ids (B, T) behind those that come before each text.
-
-        Raise UserError if the model does not have an id.
-        """
-        low, high = ids.aminmax()
-        size = self.generator.vocab_size
-        require(
-            bool(low >= 0 and high < size),
-            f"token ids from {low} to {high}: must be at least 0 and less than {size}: use the "
-            "model's tokenizer",
-        )
+        """Return ids (B, T) behind those that come before each text."""
         return torch.cat((self.start.to(ids.device).expand(len(ids), -1), ids), 1)
 
     def outputs(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
