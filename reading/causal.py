@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.process import require
 from lm.causal import CROSSOVERS, complete
 from lm.sampling import Sampling
-from reading.reader import WAYS, WINDOWS, Reader
+from reading.reader import WAYS, Reader
 
 # Tokens of a window of a long text: a model that wrote with more before it is known by that
 WINDOW = 256
-WINDOW_LOGITS = 2**26  # that exist at a time, 256 MiB in float32
 
 
 class CausalReader(Reader):
@@ -40,10 +40,19 @@ class CausalReader(Reader):
         self.start = torch.tensor(start, dtype=torch.int64)
         positions = getattr(config, "max_position_embeddings", WINDOW)
         self.window = min(WINDOW, positions) - len(start)
-        self.rows = max(1, min(WINDOWS, WINDOW_LOGITS // (self.window * self.generator.vocab_size)))
 
     def started(self, ids: Tensor) -> Tensor:
-        """Return ids (B, T) behind those that come before each text."""
+        """Return ids (B, T) behind those that come before each text.
+
+        Raise UserError if the model does not have an id.
+        """
+        low, high = ids.aminmax()
+        size = self.generator.vocab_size
+        require(
+            bool(low >= 0 and high < size),
+            f"token ids from {low} to {high}: must be at least 0 and less than {size}: use the "
+            "model's tokenizer",
+        )
         return torch.cat((self.start.to(ids.device).expand(len(ids), -1), ids), 1)
 
     def outputs(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

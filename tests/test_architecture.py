@@ -31,7 +31,7 @@ from helpers import settings_of
 
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
-    "nodes of the product": 40_538,
+    "nodes of the product": 40_552,
     "nodes of tests": 42_796,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
