@@ -73,7 +73,7 @@ def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dic
     """Run the loop with a seed, beside others if `parallel` > 1; return figures of its models."""
     folder = Path(settings.out_dir, str(seed))
     command = [sys.executable, str(ROOT / "run_cycles.py"), f"--config={settings.run_config}"]
-    command += [f"--out_dir={folder}"]
+    command.append(f"--out_dir={folder}")
     for section in SECTIONS:
         # The models of the natural text have other weights than the generator, and each other.
         stage_seed = seed + {"natural_model": 1000, "control_natural": 2000}.get(section, 0)
