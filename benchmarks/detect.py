@@ -38,7 +38,7 @@ from detect import Source, encode_text, open_causal, open_reward_model
 from lm.causal import complete
 from lm.completions import generate
 from lm.prompts import draw_crossovers
-from reading.posterior import TAIL, crossover_quantile, in_windows, read
+from reading.posterior import TAIL, crossover_quantile, in_windows, read, written_posterior
 from reading.reader import FIT_BLOCKS, expected_crossover, parse_way
 
 SEED = 42
@@ -207,7 +207,7 @@ def measure(log_posterior: Tensor, seen: Samples, natural: Tensor) -> dict[str, 
     log_posterior: log P(K) (n, T) of a method. natural: (N,), its log P(natural to the end) of
     natural texts. Error, coverage and width are of the posterior where there is a crossover.
     """
-    written = log_posterior[:, :-1].double().softmax(1)
+    written = written_posterior(log_posterior)
     low = crossover_quantile(written, TAIL)
     high = crossover_quantile(written, 1 - TAIL)
     scores = log_posterior[:, -1]

@@ -85,6 +85,11 @@ def crossover_posterior(evidence: Tensor) -> Tensor:
     return (log_likelihood + prior).log_softmax(-1)
 
 
+def written_posterior(log_posterior: Tensor) -> Tensor:
+    """Return P(K = k) (B, T - 1) float64 if there is a crossover, from log P(K) (B, T)."""
+    return float64(log_posterior)[:, :-1].softmax(1)
+
+
 def crossover_quantile(posterior: Tensor, share: float) -> Tensor:
     """Return the smallest k (B,) with P(K <= k) >= share, from P(K = k) (B, T), k = 1, ..., T."""
     return (posterior.cumsum(1) < share).sum(1) + 1
@@ -141,7 +146,7 @@ def read(evidence: Tensor, is_usual: bool = True) -> Reading:
         bounds = is_written.diff().nonzero().flatten().tolist()  # beginnings and ends in turn
         passages = list(zip(bounds[::2], bounds[1::2], strict=True))
     # the interval of K, and its median, if there is a crossover
-    posterior = crossover_posterior(evidence[None])[:, :-1].softmax(1)  # (1, n - 1)
+    posterior = written_posterior(crossover_posterior(evidence[None]))  # (1, n - 1)
     low, high, middle = (int(crossover_quantile(posterior, q)) for q in (TAIL, 1 - TAIL, 0.5))
     if len(passages) == 1 and passages[0][1] == n:
         passages = [(middle, n)]

@@ -37,6 +37,7 @@ from reading.posterior import (
     crossover_quantile,
     in_windows,
     read,
+    written_posterior,
 )
 from reward.heads import LikelihoodRewardModel, log_mixture_ratio
 from reward.mixture import minimize
@@ -129,14 +130,14 @@ def measure_readings(written: Tensor, crossovers: Tensor, blocks: Tensor) -> dic
     """Return figures of log P(K) (n, T) of texts that the generator wrote from K (n,) on.
 
     Those of `measure_skill` are of E[K]. Coverage is the share of texts whose K is in the 95 %
-    interval, and width the mean number of tokens in this interval.
+    interval that `read` reports, and width the mean number of tokens in this interval.
     blocks: (n,), the natural block of each text.
     """
     T = written.size(1)
     K = crossovers.cpu()
     expected = expected_crossover(written)
     figures = measure_skill(expected / T, K / T, blocks, T)
-    posterior = float64(written).exp()
+    posterior = written_posterior(written)
     low = crossover_quantile(posterior, TAIL)
     high = crossover_quantile(posterior, 1 - TAIL)
     figures["coverage"] = float64((low <= K) & (high >= K)).mean().item()
@@ -146,7 +147,7 @@ def measure_readings(written: Tensor, crossovers: Tensor, blocks: Tensor) -> dic
 
 def expected_crossover(log_posterior: Tensor) -> Tensor:
     """Return E[K] (n,) float64 if there is a crossover, from log P(K) (n, T)."""
-    written = float64(log_posterior)[:, :-1].softmax(1)
+    written = written_posterior(log_posterior)
     return written @ float64(torch.arange(1, log_posterior.size(1)))
 
 

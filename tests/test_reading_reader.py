@@ -162,10 +162,10 @@ def test_a_fit_reads_other_ways_of_sampling(corpus, predictive_reward_model, tmp
 
 
 def test_coverage_and_width_are_of_texts_that_the_generator_wrote():
-    """Of ten equally probable K the interval of 96 % has all; of a certain K it has one."""
+    """Of nine equally probable crossovers the interval of 96 % has all; of a certain K one."""
     uniform = torch.full((10,), -math.log(10))
     certain = torch.full((10,), -math.inf)
     certain[3] = 0.0
     log_posterior = torch.stack((uniform, certain, certain, certain))
     figures = measure_readings(log_posterior, torch.tensor([9, 4, 4, 5]), torch.arange(4))
-    assert (figures["coverage"], figures["width"]) == (0.75, (10 + 1 + 1 + 1) / 4)
+    assert (figures["coverage"], figures["width"]) == (0.75, (9 + 1 + 1 + 1) / 4)
