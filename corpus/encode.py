@@ -66,8 +66,7 @@ def find_texts(paths: Sequence[str | Path], others: Sequence[Text] = ()) -> list
         first = texts.setdefault(text.sha256, text)
         require(
             first is text,
-            f"the same text is given twice, as {first.path} and as {text.path}: it could be in two "
-            "splits: leave one out",
+            f"the same text is given twice, as {first.path} and as {text.path}: leave one out",
         )
     return list(texts.values())[len(others) :]
 
