@@ -52,9 +52,10 @@ OTHER_SHARE = 0.01  # of written tokens that q_s may exclude, as after an edit
 DESCRIBED = 4  # numbers that describe a text
 CHUNK = 2**18  # logits described at a time: they stay in a cache of a megabyte
 PENALTY = 3.0  # on the squared weights of hidden states; by cross-validation on two kinds of text
-MOST_UNUSUAL = 0.975  # quantile of the distances from texts of other blocks: near enough
+RIDGE = 0.01  # added to the variances of texts' means
+MOST_UNUSUAL = 0.95  # quantile of the distances of other texts: near enough
 WINDOWS = 8  # texts, or windows of a text, that are read at a time, at most
-FITTED = ("learned", "log_scale", "mean", "std", "texts", "bound")
+FITTED = ("learned", "log_scale", "mean", "std", "precision", "bound")
 SHOWN = ("r2", "mae_tokens", "coverage", "width")
 WAY_OUT = "remove it, or pass another --reader_path, to fit a new one"
 
@@ -161,8 +162,8 @@ class Reader:
     log_scale: Tensor  # () of the evidence: calibrates the posterior
     mean: Tensor  # (F - S,) of the numbers of the fitted texts
     std: Tensor  # (F - S,)
-    texts: Tensor  # (n, DESCRIBED): the mean standardized numbers of the fitted texts
-    bound: Tensor | None  # (): the largest usual distance from these; None before the fit
+    precision: Tensor  # (F - S, F - S) of the mean standardized numbers of the fitted texts
+    bound: Tensor  # (): the largest usual distance from these
     report_blocks = 64  # natural texts of the figures
     distinct: int | None = None  # crossovers of the samples; None: all
 
@@ -176,7 +177,6 @@ class Reader:
             self.learned = model.mixture.detach().reshape(1).clone().requires_grad_()
         self.device = next(self.generator.parameters()).device
         self.log_scale = torch.zeros((), device=self.device, requires_grad=True)
-        self.bound = None
         self.length = length
         self.window = length  # tokens of a window of a longer text
         self.rows = min(WINDOWS, self.generator.rows_at_a_time())
@@ -249,28 +249,36 @@ class Reader:
     @torch.no_grad()
     def read(self, ids: Tensor) -> Reading:
         """Read a text of ids (n,)."""
+        distances = []
 
         def values(rows: Tensor) -> Tensor:
-            """Return evidence and the numbers that describe a text (B, T, S + DESCRIBED)."""
             numbers = self.numbers(rows)
-            return torch.cat((self.evidence(numbers), numbers[..., :DESCRIBED]), -1)
+            distances.append(self.distance(numbers))
+            return self.evidence(numbers)
 
-        found = in_windows(values, ids, self.window, self.rows)  # (n, S + DESCRIBED)
-        evidence, described = found.split((len(self.ways), DESCRIBED), 1)
-        if self.bound is None:
-            return read(evidence)
-        summary = self.summary(described[None].to(self.device))
-        distance = torch.cdist(summary, self.texts).amin()
+        evidence = in_windows(values, ids, self.window, self.rows)  # (n, S)
+        distance = torch.cat(distances).median()  # the last window may be padded
         return read(evidence, bool(distance <= self.bound))
 
-    def summary(self, numbers: Tensor) -> Tensor:
-        """Return the mean standardized numbers (B, DESCRIBED) of texts (B, T, F)."""
-        described = numbers[:, 1:, :DESCRIBED].mean(1)
-        return (described - self.mean[:DESCRIBED]) / self.std[:DESCRIBED]
+    def distance(self, numbers: Tensor) -> Tensor:
+        """Return how far texts (B, T, F) are from those that the reader was fitted on (B,).
 
-    def make_texts(self, blocks: Tensor, most: int, part: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return texts (n, T) from blocks (b, T) as numbers (n, T, F), K (n,), and the number of
-        each text's block (n,).
+        It is the squared Mahalanobis distance of the mean standardized numbers, times the number of
+        tokens, because means of few tokens vary more. Longer texts than the fitted ones have its
+        mean over parts of that length.
+        """
+        distances = []
+        for part in numbers[:, 1:].split(self.length, 1):
+            mean = self.summary(part)  # (B, F - S)
+            distances.append((mean @ self.precision * mean).sum(1) * part.size(1))
+        return torch.stack(distances).mean(0)
+
+    def summary(self, numbers: Tensor) -> Tensor:
+        """Return the mean standardized numbers (B, F - S) of texts (B, T, F)."""
+        return (numbers[..., : -len(self.ways)].mean(1) - self.mean) / self.std
+
+    def make_texts(self, blocks: Tensor, most: int, part: str) -> tuple[Tensor, Tensor]:
+        """Return texts (n, T) from blocks (b, T) as numbers (n, T, F), and K (n,).
 
         At most `most` blocks, natural to the end (K = T), are followed by as many texts of each way
         of sampling, with K uniform on [1, T - 1], or on `distinct` of these. part: the name of the
@@ -286,14 +294,14 @@ class Reader:
         rows = progress("Reading samples", iterable=torch.cat((chosen, written)).split(self.rows))
         numbers = torch.cat([self.numbers(ids) for ids in rows])
         K = F.pad(K, (count, 0), value=self.length).to(self.device)
-        return numbers, K, torch.arange(len(K), device=self.device) % count
+        return numbers, K
 
     def fit(self, blocks: Tensor, unseen: Tensor) -> None:
         """Fit to natural blocks (b, T) int64 and what the generator makes of them.
 
         Measure it with other natural blocks.
         """
-        numbers, crossovers, block = self.make_texts(blocks, FIT_BLOCKS, "select")
+        numbers, crossovers = self.make_texts(blocks, FIT_BLOCKS, "select")
         inputs = numbers[:, 1:, : -len(self.ways)]
         self.mean = inputs.mean((0, 1))
         self.std = inputs.std((0, 1)).clamp(min=1e-6)
@@ -306,16 +314,18 @@ class Reader:
             return penalty + posterior_loss(crossover_posterior(self.evidence(numbers)), crossovers)
 
         minimize([self.learned, self.log_scale], loss)
-        self.texts = self.summary(numbers)
-        distances = torch.cdist(self.texts, self.texts)
-        distances[block[:, None] == block] = torch.inf
-        self.bound = distances.amin(1).quantile(MOST_UNUSUAL, interpolation="lower")
+        covariance = self.summary(numbers[:, 1:]).T.cov()
+        covariance.diagonal().add_(RIDGE)
+        self.precision = covariance.inverse()
         self.measure(unseen)
 
     @torch.no_grad()
     def measure(self, blocks: Tensor) -> None:
-        """Set and print the figures of unseen natural blocks (b, T) int64, by sampling setting."""
-        numbers, crossovers, _ = self.make_texts(blocks, self.report_blocks, "report")
+        """Set what is usual, and set and print the figures by sampling setting, on unseen natural
+        blocks (b, T) int64.
+        """
+        numbers, crossovers = self.make_texts(blocks, self.report_blocks, "report")
+        self.bound = self.distance(numbers).quantile(MOST_UNUSUAL)
         count = 1 + len(self.ways)
         _, *of_ways = crossover_posterior(self.evidence(numbers)).chunk(count)  # (b, T) each
         _, *crossovers_of_ways = crossovers.chunk(count)

@@ -159,6 +159,14 @@ def test_a_fit_reads_other_ways_of_sampling(corpus, predictive_reward_model, tmp
     assert reader.read(ids).is_usual
     assert reader.figures["0.5"]["r2"] > 0.3
     assert not reader.read(ids[:1].repeat(200)).is_usual
+    # the distance of a text: of the mean of its numbers, by 4 tokens and by parts of 16
+    assert reader.length == 16
+    reader.mean = torch.ones(4)
+    reader.std = torch.ones(4)
+    reader.precision = 3 * torch.eye(4)
+    numbers = torch.full((1, 33, 6), 2.0)
+    assert reader.distance(numbers[:, :5]) == 4 * 4 * 3
+    assert reader.distance(numbers) == 16 * 4 * 3
 
 
 def test_coverage_and_width_are_of_texts_that_the_generator_wrote():
