@@ -39,7 +39,7 @@ from lm.causal import complete
 from lm.completions import generate
 from lm.prompts import draw_crossovers
 from reading.posterior import TAIL, crossover_quantile, in_windows, read, written_posterior
-from reading.reader import FIT_BLOCKS, expected_crossover, parse_way
+from reading.reader import FIT_BLOCKS, MOST_UNUSUAL, expected_crossover, parse_way
 
 SEED = 42
 HELD_BLOCKS = 40  # about as many are held out, to choose the pass of networks and scale them
@@ -72,8 +72,6 @@ class DetectSettings(Settings):
     """natural texts to measure"""
     passages: int = setting(40, minimum=8)
     """texts with a passage, for each length and setting; there are three times as many natural"""
-    lora: bool = False
-    """also train a classifier with LoRA"""
     out_dir: str = "out/detect"
     """folder of the samples of a model, and of the results"""
 
@@ -223,13 +221,17 @@ def measure(log_posterior: Tensor, seen: Samples, natural: Tensor) -> dict[str, 
 
 def passages_found(reader: Any, texts: dict[str, Tensor]) -> dict[str, float]:
     """Return the share of texts in which a reader finds the passage, more than half of it, and of
-    natural texts in which it finds any.
+    natural texts in which it finds any; and the share that it calls unlike the fitted texts.
     """
     shares = {}
     for kind, numbers in texts.items():
         way, _, length = kind.partition(", ")
         num_found = 0
+        num_unlike = 0
         for of_text in numbers.float():
+            if reader.distance(of_text[None]) > reader.bound:
+                num_unlike += 1  # a warning stands in place of its passages
+                continue
             is_written = torch.zeros(TEXT)
             for first, last in read(reader.evidence(of_text[None])[0]).passages:
                 is_written[first:last] = 1
@@ -239,6 +241,7 @@ def passages_found(reader: Any, texts: dict[str, Tensor]) -> dict[str, float]:
                 is_found = is_written.any()
             num_found += int(is_found)
         shares[kind] = num_found / len(numbers)
+        shares[f"{kind}, unlike"] = num_unlike / len(numbers)
     return shares
 
 
@@ -336,11 +339,12 @@ def main() -> None:
         held = Samples(**{name: values[is_held] for name, values in made.items()})
         with torch.enable_grad():
             fitted, methods = readers(reader, samples)
-            methods.update(fit_peers(reader, samples, held, settings.lora))
+            methods.update(fit_peers(reader, samples, held))
+        fitted.bound = fitted.distance(held.numbers).quantile(MOST_UNUSUAL)
         fits.append(figures_of(methods, natural, reports))
         passages.append(passages_found(fitted, texts))
     rows = table(fits, reports)
-    shares = {kind: float(np.mean([each[kind] for each in passages])) for kind in texts}
+    shares = {kind: float(np.mean([each[kind] for each in passages])) for kind in passages[0]}
     print0(f"texts with passages: {shares}")
     results = {"settings": vars(settings), "rows": rows, "passages": shares}
     write_json(out / f"by_{fit_kind}.json", results)

@@ -31,7 +31,6 @@ PATIENCE = 3
 BATCH = 32
 SEQXGPT_RATES = (1e-3, 3e-5)
 HEAD_RATES = (1e-3,)
-LORA_RATES = (1e-4,)
 LEAST = -20.0  # of a log-probability that a network reads
 
 
@@ -117,7 +116,7 @@ def fit_reader(reader: Any, samples: Samples, columns: Columns, ways: tuple[str,
     fitted.log_scale = torch.zeros((), requires_grad=True)
     if fitted.pair is not None:
         fitted.learned = reader.learned.detach().clone().requires_grad_()
-    fitted.make_texts = lambda *_: (columns(samples), samples.K, samples.document)
+    fitted.make_texts = lambda *_: (columns(samples), samples.K)
     fitted.measure = lambda _: None
     fitted.fit(samples.ids, samples.ids)
     return fitted
@@ -200,6 +199,19 @@ def scaled(columns: Columns, fitted_to: Samples) -> Method:
     return lambda seen: crossover_posterior(scale(columns(seen)))
 
 
+def counted(log_odds: Columns) -> Method:
+    """Return the method whose E[K] is the number of natural tokens by a network's log-odds."""
+
+    def method(seen: Samples) -> Tensor:
+        num_natural = log_odds(seen)[..., 0].sigmoid().sum(1, keepdim=True)  # (n, 1)
+        K = torch.arange(1, seen.ids.size(1))
+        # the two places next to it, so that their mean is this number
+        share = 1 - (num_natural.clamp(1, len(K)) - K).abs()
+        return torch.cat((share.clamp(min=0).log(), num_natural), 1)
+
+    return method
+
+
 class SeqXGPT(nn.Module):
     """Five convolutions and two layers of self-attention over columns, a label a token
     (arXiv:2310.08903, section 4.2; sizes of its published code, positions are learned).
@@ -224,23 +236,6 @@ class SeqXGPT(nn.Module):
     def forward(self, columns: Tensor) -> Tensor:
         hidden = self.convolutions(columns.transpose(1, 2)).transpose(1, 2)  # (n, T, 64)
         return self.label(self.attention(self.norm(hidden + self.position)))
-
-
-class LoraClassifier(nn.Module):
-    """A causal model with adapters of low rank, and a label a token from its last states."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        import peft  # only for this peer
-
-        config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
-        self.model = peft.get_peft_model(deepcopy(model), config)
-        self.label = nn.Linear(model.config.hidden_size, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return the log-odds (n, T, 1) that tokens of ids (n, T, 1) are natural."""
-        outputs = self.model(input_ids=ids[..., 0], output_hidden_states=True)
-        return self.label(outputs.hidden_states[-1].float())
 
 
 def standardized(columns: Columns, samples: Samples) -> Columns:
@@ -296,8 +291,10 @@ def train(
     return lambda seen: all_log_odds(best, columns(seen))
 
 
-def fit_peers(reader: Any, samples: Samples, held: Samples, has_lora: bool) -> dict[str, Method]:
-    """Fit all peers; those that are trained have their scale fitted to the held-out texts."""
+def fit_peers(reader: Any, samples: Samples, held: Samples) -> dict[str, Method]:
+    """Fit all peers. Those that are trained have their scale fitted to the held-out texts; they are
+    also measured as they are.
+    """
     torch.manual_seed(SEED)
     S = len(reader.ways)
     methods = {}
@@ -311,11 +308,7 @@ def fit_peers(reader: Any, samples: Samples, held: Samples, has_lora: bool) -> d
         states = standardized(lambda seen: seen.numbers[..., DESCRIBED:-S], samples)
         head = nn.Linear(num_states, 1)
         trained["linear head"] = train(head, states, samples, held, HEAD_RATES)
-    if has_lora:
-        classifier = LoraClassifier(reader.generator.model)
-        trained["LoRA"] = train(
-            classifier, lambda seen: seen.ids[..., None], samples, held, LORA_RATES
-        )
     for name, columns in trained.items():
         methods[name] = scaled(columns, held)
+        methods[f"{name}, counted"] = counted(columns)
     return methods

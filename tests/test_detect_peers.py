@@ -6,9 +6,9 @@ pytest tests/test_detect_peers.py
 import pytest
 import torch
 
-from benchmarks.detect_peers import LoraClassifier, SeqXGPT, cross_entropy, log_rank
+from benchmarks.detect_peers import Samples, SeqXGPT, counted, cross_entropy, log_rank
 from lm.sampling import Sampling
-from reading.reader import describe_tokens
+from reading.reader import describe_tokens, expected_crossover
 
 
 def test_scores_are_those_of_the_papers():
@@ -42,16 +42,8 @@ def test_seqxgpt_has_the_layers_of_its_paper_and_reads_the_whole_text():
     assert not torch.equal(network(columns)[:, 0], found[:, 0])
 
 
-@pytest.mark.interop
-def test_lora_adds_nothing_before_it_is_trained():
-    pytest.importorskip("peft")
-    from test_interop_exact import tiny_llama
-
-    model = tiny_llama(0, vocab_size=11, num_layers=2)
-    classifier = LoraClassifier(model)
-    ids = torch.randint(11, (3, 6))
-    states = model(ids, output_hidden_states=True).hidden_states[-1]
-    torch.testing.assert_close(classifier(ids[..., None]), classifier.label(states))
-    # W + B A, of rank 8, for queries and values of each layer; B is 0
-    trained = [each.numel() for each in classifier.model.parameters() if each.requires_grad]
-    assert trained == 8 * [8 * 8]
+def test_natural_tokens_are_counted():
+    probability = torch.tensor([[0.9, 0.8, 0.5, 0.1]])
+    seen = Samples(*[torch.zeros(1, 4)] * 6)
+    log_posterior = counted(lambda _: probability.logit()[..., None])(seen)
+    assert expected_crossover(log_posterior).item() == pytest.approx(2.3)

@@ -162,7 +162,7 @@ def test_a_fit_reads_other_ways_of_sampling(corpus, predictive_reward_model, tmp
     # the distance of a text: of the mean of its numbers, by 4 tokens and by parts of 16
     assert reader.length == 16
     reader.mean = torch.ones(4)
-    reader.std = torch.ones(4)
+    reader.std = reader.mean
     reader.precision = 3 * torch.eye(4)
     numbers = torch.full((1, 33, 6), 2.0)
     assert reader.distance(numbers[:, :5]) == 4 * 4 * 3
