@@ -76,11 +76,11 @@ def describe_passages(name: str, text: str, figures: dict[str, Any]) -> list[str
 
 
 def describe_texts(results: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Return a table of the figures of several texts, in columns of eight characters.
-
-    fitted: whether the text is like those that the reader was fitted on.
-    """
-    lines = ["", "natural\tpassages\tfitted\ttext (natural: P(the model wrote nothing))"]
+    """Return a table of the figures of several texts, in columns of eight characters."""
+    lines = [
+        "\nnatural: P(the model wrote nothing); fitted: whether the text is like the fitted ones",
+        "natural\tpassages\tfitted\ttext",
+    ]
     for name, figures in results.items():
         if "error" not in figures:
             lines.append(
