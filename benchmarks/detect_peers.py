@@ -200,7 +200,11 @@ def scaled(columns: Columns, fitted_to: Samples) -> Method:
 
 
 def counted(log_odds: Columns) -> Method:
-    """Return the method whose E[K] is the number of natural tokens by a network's log-odds."""
+    """Return the method whose E[K] is the number of natural tokens by a network's log-odds.
+
+    It is that of all texts, also of those without a crossover. The last column is this number, a
+    score, and the interval of this method means nothing.
+    """
 
     def method(seen: Samples) -> Tensor:
         num_natural = log_odds(seen)[..., 0].sigmoid().sum(1, keepdim=True)  # (n, 1)

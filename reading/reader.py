@@ -49,11 +49,13 @@ FIT_BLOCKS = 160  # natural texts; the model also writes the end of each, in eac
 GREEDY = 1e-3  # the temperature that stands for 0
 LEAST_SCORE = -80.0  # below the likeliest token's; exp of less is slow, and no share of a sum
 OTHER_SHARE = 0.01  # of written tokens that q_s may exclude, as after an edit
-DESCRIBED = 4  # numbers that describe a text
+DESCRIBED = 4  # numbers of a token besides its states and log q_s
 CHUNK = 2**18  # logits described at a time: they stay in a cache of a megabyte
 PENALTY = 3.0  # on the squared weights of hidden states; by cross-validation on two kinds of text
 RIDGE = 0.01  # added to the variances of texts' means
-MOST_UNUSUAL = 0.95  # quantile of the distances of other texts: near enough
+# Of the distances of held-out texts: with 0.95, texts that the model wrote from their beginning to
+# their end count as unlike.
+MOST_UNUSUAL = 0.98
 WINDOWS = 8  # texts, or windows of a text, that are read at a time, at most
 FITTED = ("learned", "log_scale", "mean", "std", "precision", "bound")
 SHOWN = ("r2", "mae_tokens", "coverage", "width")
@@ -162,8 +164,8 @@ class Reader:
     log_scale: Tensor  # () of the evidence: calibrates the posterior
     mean: Tensor  # (F - S,) of the numbers of the fitted texts
     std: Tensor  # (F - S,)
-    precision: Tensor  # (F - S, F - S) of the mean standardized numbers of the fitted texts
-    bound: Tensor  # (): the largest usual distance from these
+    precision: Tensor  # (F - S, F - S): inverse covariance of texts' mean standardized numbers
+    bound: Tensor  # (): the largest usual distance from the fitted texts
     report_blocks = 64  # natural texts of the figures
     distinct: int | None = None  # crossovers of the samples; None: all
 
@@ -340,7 +342,7 @@ class Reader:
         return (
             "Mean error in tokens by sampling setting, temperature:top_p:top_k, on texts of "
             f"{self.length} tokens with one crossover: {', '.join(errors)}. "
-            f"Always guessing the middle gives {self.length / 4:.1f}."
+            f"Always guessing the middle gives about {self.length / 4:.0f}."
         )
 
     def save(self, path: str | Path, fitted_on: Mapping[str, str]) -> None:
