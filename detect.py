@@ -235,9 +235,10 @@ def read_file(path: Path, page: Path, source: Source, fitted_texts: str) -> dict
     fitted_texts: hashes of the natural texts that the reader was fitted on.
     """
     text = read_text(path)
-    is_known = hash_bytes(text.encode()) in fitted_texts
-    require(not is_known, f"{path} is one of the natural texts that the reader was fitted on")
-    require(len(text) > 0, f"{path} is empty")
+    require(
+        hash_bytes(text.encode()) not in fitted_texts,
+        f"{path} is one of the natural texts that the reader was fitted on",
+    )
     ids, ends = encode_text(text, source)
     require(
         len(ids) >= 2,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.detect_peers import Method, Samples, fit_peers, look, readers
+from benchmarks.detect_peers import SEED, Method, Samples, fit_peers, look, readers
 from benchmarks.detect_texts import documents
 from common.device import random_stream
 from common.files import load_state, save_state, write_json
@@ -38,10 +38,10 @@ from detect import Source, encode_text, open_causal, open_reward_model
 from lm.causal import complete
 from lm.completions import generate
 from lm.prompts import draw_crossovers
+from reading.page import find_passages
 from reading.posterior import TAIL, crossover_quantile, in_windows, read, written_posterior
 from reading.reader import FIT_BLOCKS, MOST_UNUSUAL, expected_crossover, parse_way
 
-SEED = 42
 HELD_BLOCKS = 40  # about as many are held out, to choose the pass of networks and scale them
 FALSE_ALARMS = 0.01
 TEXT = 250  # tokens of a text with a passage, which begins after PASSAGE_START
@@ -209,10 +209,9 @@ def measure(log_posterior: Tensor, seen: Samples, natural: Tensor) -> dict[str, 
     low = crossover_quantile(written, TAIL)
     high = crossover_quantile(written, 1 - TAIL)
     scores = log_posterior[:, -1]
-    is_higher = (natural[:, None] > scores).double() + (natural[:, None] == scores) / 2
     return {
         "error": (expected_crossover(log_posterior) - seen.K).abs(),
-        "auc": is_higher.mean(0),
+        "auc": (natural[:, None] > scores).double().mean(0),
         "found": (scores < natural.quantile(FALSE_ALARMS)).double(),
         "coverage": ((low <= seen.K) & (high >= seen.K)).double(),
         "width": (high - low + 1).double(),
@@ -221,20 +220,23 @@ def measure(log_posterior: Tensor, seen: Samples, natural: Tensor) -> dict[str, 
 
 def passages_found(reader: Any, texts: dict[str, Tensor]) -> dict[str, float]:
     """Return the share of texts in which a reader finds the passage, more than half of it, and of
-    natural texts in which it finds any; and the share that it calls unlike the fitted texts.
+    natural texts in which it finds any; and the share that has a warning in place of passages.
     """
     shares = {}
     for kind, numbers in texts.items():
         way, _, length = kind.partition(", ")
         num_found = 0
         num_unlike = 0
-        for of_text in numbers.float():
-            if reader.distance(of_text[None]) > reader.bound:
+        for of_text in numbers.float().split(1):
+            is_usual = bool(reader.distance(of_text) <= reader.bound)
+            reading = read(reader.evidence(of_text)[0], is_usual)
+            shown = find_passages(np.arange(1, TEXT + 1), reading, reader.ways)
+            if not shown["is_usual"]:
                 num_unlike += 1  # a warning stands in place of its passages
                 continue
             is_written = torch.zeros(TEXT)
-            for first, last in read(reader.evidence(of_text[None])[0]).passages:
-                is_written[first:last] = 1
+            for passage in shown["passages"]:
+                is_written[passage["start"] : passage["end"]] = 1
             num_in_passage = is_written[PASSAGE_START : PASSAGE_START + int(length)].sum()
             is_found = num_in_passage > int(length) / 2
             if way == "natural":

@@ -259,9 +259,10 @@ def train(
     inputs = columns(samples)
     held_inputs = columns(held)
 
-    def loss(log_odds: Tensor, seen: Samples, rows: Tensor) -> Tensor:
-        labels = seen.labels()[rows]
-        return F.binary_cross_entropy_with_logits(log_odds[..., 0], labels, seen.weights()[rows])
+    def loss(log_odds: Tensor, seen: Samples, rows: Any) -> Tensor:
+        return F.binary_cross_entropy_with_logits(
+            log_odds[..., 0], seen.labels()[rows], seen.weights()[rows]
+        )
 
     @torch.no_grad()
     def all_log_odds(trained: nn.Module, inputs: Tensor) -> Tensor:
@@ -282,8 +283,7 @@ def train(
                 loss(network(inputs[rows]), samples, rows).backward()
                 optimizer.step()
             network.eval()
-            rows = torch.arange(len(held_inputs))
-            found = loss(all_log_odds(network, held_inputs), held, rows).item()
+            found = loss(all_log_odds(network, held_inputs), held, slice(None)).item()
             waited += 1
             if found < losses[rate]:
                 losses[rate] = found

@@ -44,7 +44,11 @@ def find_passages(ends: np.ndarray, reading: Reading, ways: tuple[str, ...]) -> 
         "crossover": None,
     }
     if passages:
-        figures["sampling"] = ways[reading.way]
+        way = ways[reading.way]
+        figures["sampling"] = way
+        # Natural text of any kind has too many unlikely tokens for a cold or truncated setting.
+        if ":" in way or float(way) < 1:
+            figures["is_usual"] = True
     if len(passages) == 1 and reading.passages[0][1] == len(ends):
         figures["crossover"] = [int(ends[reading.low - 1]), int(ends[reading.high - 1])]
     return figures

@@ -129,17 +129,17 @@ def posterior_loss(log_posterior: Tensor, crossovers: Tensor) -> Tensor:
     return -(log_p[is_natural].mean() + log_p[~is_natural].mean()) / 2
 
 
-def measure_readings(written: Tensor, crossovers: Tensor, blocks: Tensor) -> dict[str, Any]:
+def measure_readings(written: Tensor, crossovers: Tensor) -> dict[str, Any]:
     """Return figures of log P(K) (n, T) of texts that the generator wrote from K (n,) on.
 
     Those of `measure_skill` are of E[K]. Coverage is the share of texts whose K is in the 95 %
     interval that `read` reports, and width the mean number of tokens in this interval.
-    blocks: (n,), the natural block of each text.
+    Each text is of another natural block.
     """
     T = written.size(1)
     K = crossovers.cpu()
     expected = expected_crossover(written)
-    figures = measure_skill(expected / T, K / T, blocks, T)
+    figures = measure_skill(expected / T, K / T, torch.arange(len(K)), T)
     posterior = written_posterior(written)
     low = crossover_quantile(posterior, TAIL)
     high = crossover_quantile(posterior, 1 - TAIL)
@@ -332,7 +332,7 @@ class Reader:
         _, *of_ways = crossover_posterior(self.evidence(numbers)).chunk(count)  # (b, T) each
         _, *crossovers_of_ways = crossovers.chunk(count)
         for way, written, K in zip(self.ways, of_ways, crossovers_of_ways, strict=True):
-            figures = measure_readings(written, K, torch.arange(len(K)))
+            figures = measure_readings(written, K)
             self.figures[way] = figures
             print0(f"  sampled at {way}: {format_metrics({name: figures[name] for name in SHOWN})}")
 

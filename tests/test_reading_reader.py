@@ -175,5 +175,5 @@ def test_coverage_and_width_are_of_texts_that_the_generator_wrote():
     certain = torch.full((10,), -math.inf)
     certain[3] = 0.0
     log_posterior = torch.stack((uniform, certain, certain, certain))
-    figures = measure_readings(log_posterior, torch.tensor([9, 4, 4, 5]), torch.arange(4))
+    figures = measure_readings(log_posterior, torch.tensor([9, 4, 4, 5]))
     assert (figures["coverage"], figures["width"]) == (0.75, (9 + 1 + 1 + 1) / 4)
