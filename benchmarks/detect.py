@@ -347,7 +347,7 @@ def main() -> None:
         passages.append(passages_found(fitted, texts))
     rows = table(fits, reports)
     shares = {kind: float(np.mean([each[kind] for each in passages])) for kind in passages[0]}
-    print0(f"texts with passages: {shares}")
+    print0(str(shares))
     results = {"settings": vars(settings), "rows": rows, "passages": shares}
     write_json(out / f"by_{fit_kind}.json", results)
 
