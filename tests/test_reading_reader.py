@@ -5,6 +5,7 @@ pytest tests/test_reading_reader.py
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from common.process import UserError
 from detect import DetectSettings, open_reward_model
 from lm.sampling import Sampling, sampling_distribution
 from reading import posterior as readings
+from reading.page import find_passages
 from reading.posterior import in_windows, read
 from reading.reader import measure_readings, parse_way, way_log_probs
 
@@ -158,7 +160,11 @@ def test_a_fit_reads_other_ways_of_sampling(corpus, predictive_reward_model, tmp
     ids = torch.from_numpy(source.encode((corpus / "input.txt").read_text()[:200])[0]).long()
     assert reader.read(ids).is_usual
     assert reader.figures["0.5"]["r2"] > 0.3
-    assert not reader.read(ids[:1].repeat(200)).is_usual
+    unlike = replace(reader.read(ids[:1].repeat(200)), passages=[(1, 9)])
+    assert not find_passages(ids, unlike, ("1", "1"))["is_usual"]
+    # Natural text of no kind looks so.
+    assert find_passages(ids, unlike, ("0.5", "0.5"))["is_usual"]
+    assert find_passages(ids, unlike, ("1:0.9", "1:0.9"))["is_usual"]
     # the distance of a text: of the mean of its numbers, by 4 tokens and by parts of 16
     assert reader.length == 16
     reader.mean = torch.ones(4)
