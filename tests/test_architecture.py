@@ -31,8 +31,8 @@ from helpers import settings_of
 
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
-    "nodes of the product": 40_552,
-    "nodes of tests": 42_796,
+    "nodes of the product": 40_550,
+    "nodes of tests": 42_791,
     # Files of more than 2,000 nodes and functions of more than 550 need a budget; there are none.
     # of the product's code
     "nodes per line": 5.8,
