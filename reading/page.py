@@ -57,7 +57,8 @@ def find_passages(ends: np.ndarray, reading: Reading, ways: tuple[str, ...]) -> 
 def describe_passages(name: str, text: str, figures: dict[str, Any]) -> list[str]:
     """Return the lines about a text in the terminal: one, and one for each of its passages.
 
-    A text that is unlike those that the reader was fitted on has only a warning.
+    A text that is unlike those that the reader was fitted on has only a warning, unless its
+    passages look sampled at a cold or truncated setting.
     """
     if not figures["is_usual"]:
         return [f"{name}: unlike the texts that the reader was fitted on: do not rely on its page"]
